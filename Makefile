@@ -1,0 +1,30 @@
+# Two commands do everything on a fresh machine with Python 3.10+ and pip; both make their own .venv.
+#   make quickstart   fold the zoo's eight experts into one model and score it
+#   make test         lint, types, tests
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: quickstart test lint clean
+
+quickstart: .venv/installed
+	$(BIN)/safemerge fit --config quickstart.yaml
+
+test: .venv/installed-dev lint
+	$(BIN)/python -m pytest -q
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+.venv/installed-dev: pyproject.toml .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,123 @@
+"""Progress of a merge stream: a bar while something is scored, and one line a task that stays."""
+
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+
+from safemerge_pl.callbacks.merge import MergeCallback
+
+__all__ = ["StreamProgress"]
+
+
+class StreamProgress(ProgressBar):
+    """One line a task. On a terminal a bar shows how far the evaluation is; a log file gets the lines alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = True
+        self._live: Any = None
+        self._bar: Any = None
+        self._start = 0.0
+
+    def disable(self) -> None:
+        """Print nothing (Lightning calls it on all ranks but the first)."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Print again."""
+        self._enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print a line above the bar."""
+        if not self._enabled:
+            return
+        if self._live is not None:
+            self._live.console.print(*args, highlight=False)
+        else:
+            print(*args, flush=True)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say what is coming."""
+        merge = self._merge(trainer)
+        if merge is None:
+            return
+        count, layers = len(merge.sources), 0 if merge.merger is None else len(merge.merger.layers)
+        begun = f", {len(merge.tasks)} of them merged before" if merge.tasks else ""
+        self.print(f"{merge.method.label}: {count} tasks{begun}, {layers} layers each (accuracy in %)")
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the bar."""
+        self._open(trainer, sum(int(n) for n in trainer.num_val_batches if n != float("inf")))
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Move the bar."""
+        self._advance()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Close the bar and print the task's line."""
+        self._close()
+        merge, scores = self._merge(trainer), getattr(pl_module, "last_scores", {})
+        if trainer.sanity_checking:
+            return
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._print_scores(scores)
+        elif merge is not None and merge.tasks:
+            report = merge.reports[-1]
+            own = f"acc {100 * scores[report.task]:5.1f}   " if report.task in scores else ""
+            stream = "  ".join(f"{key} {100 * scores[key]:.1f}" for key in ("ACC", "Gen", "H", "BWT") if key in scores)
+            width = max(len(task) for task in merge.sources)
+            seconds = f"fold {report.seconds:.1f} s, score {time.perf_counter() - self._start:.1f} s"
+            self.print(f"{report.index:>3}/{len(merge.sources)} {report.task:<{width}}  {own}{stream}   ({seconds})")
+            for note in report.notes:
+                self.print(f"      note: {note}")
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the bar."""
+        self._open(trainer, sum(int(n) for n in trainer.num_test_batches if n != float("inf")))
+
+    def on_test_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Move the bar."""
+        self._advance()
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Close the bar and print the scores."""
+        self._close()
+        self._print_scores(getattr(pl_module, "last_scores", {}))
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Leave the terminal as it was."""
+        self._close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Leave the terminal as it was."""
+        self._close()
+
+    def _print_scores(self, scores: dict[str, float]) -> None:
+        for name, value in scores.items():
+            self.print(f"  {name:<28} {100 * value:.1f}")
+
+    def _open(self, trainer: L.Trainer, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._start = time.perf_counter()
+        console = Console()
+        if self._enabled and console.is_terminal:
+            self._live = Progress(console=console, transient=True)
+            self._bar = self._live.add_task("scoring", total=total)
+            self._live.start()
+
+    def _advance(self) -> None:
+        if self._live is not None:
+            self._live.advance(self._bar)
+
+    def _close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _merge(self, trainer: L.Trainer) -> MergeCallback | None:
+        return next((c for c in trainer.callbacks if isinstance(c, MergeCallback)), None)  # type: ignore[attr-defined]

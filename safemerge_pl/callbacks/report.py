@@ -1,0 +1,161 @@
+"""Write what a stream measured: after every merge, and finished at the end."""
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
+
+from safemerge_pl import report as reports
+from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.callbacks.references import ReferenceRows
+from safemerge_pl.data import StreamDataModule
+from safemerge_pl.module import ContinualMergeModule
+
+__all__ = ["StreamReport", "run_folder"]
+
+
+class StreamReport(L.Callback):
+    """Keep ``report.json`` up to date, and at the end write ``report.md``, ``matrix.png`` and ``stream.png``.
+
+    TensorBoard gets the accuracy matrix as a heat map after every merge and the settings with the final scores under
+    HPARAMS. The steps are saved in checkpoints, so a resumed run reports the whole stream.
+
+    Args:
+        enabled: report at all.
+        folder: where to; the logger's folder of this run if left out.
+        figures: draw the two figures.
+    """
+
+    def __init__(self, enabled: bool = True, folder: str | None = None, figures: bool = True) -> None:
+        super().__init__()
+        self.enabled, self.folder, self.figures = enabled, folder, figures
+        self.steps: list[dict[str, Any]] = []
+        self._start = self._scoring = time.perf_counter()
+        self._earlier = 0.0  # seconds of the runs that this one resumes
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Start the clock."""
+        self._start = time.perf_counter()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock of one evaluation."""
+        self._scoring = time.perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Add the row of this merge."""
+        merge = self._merge(trainer)
+        if merge is None or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        if not self._writes(trainer) or not isinstance(pl_module, ContinualMergeModule):
+            return
+        fold, scores = merge.reports[-1], pl_module.last_scores
+        columns: dict[str, Any] = {key: scores[key] for key in ("ACC", "BWT", "Gen", "H") if key in scores}
+        row: dict[str, Any] = {
+            "step": fold.index,
+            "task": fold.task,
+            **columns,
+            "accuracies": {key: value for key, value in scores.items() if key not in ("ACC", "BWT", "Gen", "H")},
+            "kept_fraction": fold.kept_fraction,
+            "loss_first": fold.losses[0] if fold.losses else None,
+            "loss_last": fold.losses[-1] if fold.losses else None,
+            "source": fold.source,
+            "incoming": fold.incoming,
+            "merged": fold.merged,
+            "notes": list(fold.notes),
+            "fold_seconds": fold.seconds,
+            "score_seconds": time.perf_counter() - self._scoring,
+        }
+        self.steps = [*self.steps[: fold.index - 1], row]
+        folder = run_folder(trainer, self.folder)
+        if trainer.is_global_zero:
+            content = self.content(trainer)
+            reports.write_json(folder / "report.json", content)
+            self._draw(trainer, content)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finish the report."""
+        if not self.steps or not self._writes(trainer):
+            return
+        folder = run_folder(trainer, self.folder)
+        if not trainer.is_global_zero:
+            return
+        content = self.content(trainer)
+        reports.write_json(folder / "report.json", content)
+        reports.write_text(folder / "report.md", reports.markdown(content))
+        if self.figures:
+            reports.matrix_figure(content).savefig(folder / "matrix.png", dpi=120)
+            reports.stream_figure(content).savefig(folder / "stream.png", dpi=120)
+        self._log_hparams(trainer, content)
+        bar = trainer.progress_bar_callback
+        if bar is not None:
+            from rich.console import Console
+
+            Console().print(reports.console_table(content))
+            bar.print(f"report, figures and TensorBoard events: {folder}")
+
+    def content(self, trainer: L.Trainer) -> reports.Report:
+        """The report so far."""
+        data: StreamDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        merge = self._merge(trainer)
+        assert merge is not None
+        references = next((c for c in trainer.callbacks if isinstance(c, ReferenceRows)), None)  # type: ignore[attr-defined]
+        return {
+            "format": 1,
+            "tasks": list(data.stream),
+            "controls": list(data.controls),
+            "order_seed": data.stream.order_seed,
+            "method": {"name": merge.method.label, "settings": merge.method.settings()},
+            "references": {} if references is None else references.rows,
+            "steps": self.steps,
+            "command": shlex.join(Path(arg).name if i == 0 else arg for i, arg in enumerate(sys.argv)),
+            "seconds": round(self._seconds(), 1),
+            "peak_memory_mib": reports.peak_memory_mib(),
+            "merged": self.steps[-1]["merged"] if self.steps else None,
+            "environment": reports.environment(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows and time so far, as plain values."""
+        return {"steps": self.steps, "seconds": self._seconds()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the report of an earlier run."""
+        self.steps, self._earlier = list(state_dict["steps"]), float(state_dict["seconds"])
+
+    def _seconds(self) -> float:
+        return self._earlier + time.perf_counter() - self._start
+
+    def _writes(self, trainer: L.Trainer) -> bool:
+        """A smoke run leaves nothing."""
+        return self.enabled and not trainer.fast_dev_run  # type: ignore[attr-defined]
+
+    def _merge(self, trainer: L.Trainer) -> MergeCallback | None:
+        return next((c for c in trainer.callbacks if isinstance(c, MergeCallback)), None)  # type: ignore[attr-defined]
+
+    def _draw(self, trainer: L.Trainer, content: reports.Report) -> None:
+        for logger in trainer.loggers:
+            if self.figures and isinstance(logger, TensorBoardLogger):
+                figure = reports.matrix_figure(content)
+                logger.experiment.add_figure("stream/matrix", figure, global_step=len(self.steps), close=False)
+
+    def _log_hparams(self, trainer: L.Trainer, content: reports.Report) -> None:
+        settings = {"method": content["method"]["name"], **content["method"]["settings"]}
+        settings |= {"tasks": len(content["tasks"]), "order_seed": str(content["order_seed"])}
+        scores = {f"hp/{key}": self.steps[-1][key] for key in ("ACC", "BWT", "Gen", "H") if key in self.steps[-1]}
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_hyperparams(settings, scores)
+                logger.save()
+
+
+def run_folder(trainer: L.Trainer, folder: str | None = None) -> Path:
+    """Where a run's files go: a given folder, the logger's, or one below the trainer's root. Call it on all ranks."""
+    logged = trainer.log_dir  # a collective call: all processes agree on rank 0's answer
+    if folder is not None:
+        return Path(folder)
+    return Path(logged) if trainer.loggers and logged else Path(trainer.default_root_dir) / "safemerge"

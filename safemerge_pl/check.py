@@ -1,0 +1,78 @@
+"""Pre-flight: everything that could stop a stream, found in seconds from headers, listed at once."""
+
+import math
+import shutil
+from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from safemerge_pl.callbacks import MergeCallback
+from safemerge_pl.checkpoints import open_checkpoint
+from safemerge_pl.data import StreamDataModule
+from safemerge_pl.experts import find_experts
+from safemerge_pl.layers import plan_stacks, select_layers
+from safemerge_pl.merger import require_fit
+from safemerge_pl.module import ContinualMergeModule
+
+__all__ = ["check_stream"]
+
+
+def check_stream(
+    module: ContinualMergeModule, data: StreamDataModule, merge: MergeCallback, output: Path
+) -> tuple[list[str], list[str]]:
+    """Look at a whole stream without folding or scoring anything.
+
+    Args:
+        module: its backbone need not be loaded.
+        data: the tasks, their order and their sets.
+        merge: the callback, with method and experts.
+        output: where results will be written.
+
+    Returns:
+        Facts (what would be done) and problems (what would stop it), a sentence each.
+    """
+    facts: list[str] = []
+    problems: list[str] = []
+    for name in (*data.stream, *data.controls):
+        try:
+            images = data.image_set(name)
+            labels = images.rows["label"]
+            if not len(images):
+                problems.append(f"set '{name}' is empty.")
+            elif max(labels) >= len(images.classes):
+                problems.append(f"set '{name}' has the label {max(labels)} but only {len(images.classes)} class names.")
+        except (OSError, ValueError, KeyError) as error:
+            problems.append(f"set '{name}': {error}")
+    try:
+        base = open_checkpoint(module.backbone.folder())
+        layers = select_layers(base.shapes(), merge.layers)
+    except ValueError as error:
+        return facts, [*problems, f"pretrained model: {error}"]
+    parameters = list(dict.fromkeys(layer.parameter for layer in layers))
+    try:
+        experts = find_experts(merge.experts, list(data.stream))
+    except MisconfigurationException as error:
+        return facts, [*problems, *str(error).splitlines()]
+    for task, source in experts.items():
+        try:
+            require_fit(base, parameters, open_checkpoint(source), values=False)
+        except ValueError as error:
+            problems.append(f"task '{task}': {error}")
+    entries = sum(math.prod(layer.shape) for layer in layers)
+    total = sum(math.prod(shape) for shape in base.shapes().values())
+    stack = max(sum(math.prod(layer.shape) for layer in part) for part in plan_stacks(layers))
+    facts.append(f"{len(data.stream)} tasks: {', '.join(data.stream)}")
+    facts.append(f"control sets: {', '.join(data.controls) or 'none (no Gen. and no H-score)'}")
+    facts.append(f"method: {type(merge.method).__name__} {merge.method.settings()}")
+    facts.append(
+        f"merged: {len(layers)} layers, {entries / 1e6:.2f} M of {total / 1e6:.2f} M parameters, "
+        "the rest stays pretrained"
+    )
+    facts.append(f"memory for merging: about {4 * (3 * entries + 8 * stack) / 2**20:.0f} MiB beside the model")
+    needed = 4 * entries + 4 * total
+    place = next(path for path in (output, *output.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    facts.append(f"disk for the merged model: at most {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB free in {place}")
+    if needed > free:
+        problems.append(f"{place} has {free / 2**20:.0f} MiB free, the merged model needs {needed / 2**20:.0f} MiB.")
+    return facts, problems

@@ -1,0 +1,247 @@
+"""Data of a merge stream: the tasks seen so far and the held-out control sets, one loader each."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from safemerge_pl.backbones import Backbone
+from safemerge_pl.stream import TaskStream
+from safemerge_pl.zoo import Zoo
+
+__all__ = ["ImageSet", "StreamDataModule", "ZooData"]
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """A labelled image set and the text that describes its classes.
+
+    Attributes:
+        name: of the task or control set.
+        rows: a ``datasets.Dataset`` with the columns ``image`` and ``label``.
+        classes: names in label order.
+        templates: sentences with ``{}`` for the class name.
+    """
+
+    name: str
+    rows: Any
+    classes: tuple[str, ...]
+    templates: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class StreamDataModule(L.LightningDataModule):
+    """Order of the tasks and their test sets.
+
+    During ``fit`` the loaders cover the tasks merged by the end of the epoch and all control sets; in ``validate`` and
+    ``test`` all tasks and control sets. There is one training batch an epoch, and it is empty: an epoch is a merge.
+
+    Args:
+        tasks: names, before shuffling.
+        controls: names of the held-out control sets.
+        order_seed: see :class:`safemerge_pl.stream.TaskStream`.
+        batch_size: images a batch.
+        num_workers: processes that decode images; 0 decodes in the main process.
+        keep_in_memory: keep preprocessed images, so that each is decoded once a run. Off for large sets.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        controls: Sequence[str] = (),
+        order_seed: int | None = None,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        keep_in_memory: bool = False,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        self.stream = TaskStream(tasks, order_seed)
+        self.controls = tuple(controls)
+        twins = set(self.controls) & set(self.stream)
+        if twins or len(set(self.controls)) < len(self.controls):
+            raise ValueError(f"`controls` must be distinct and no tasks, got {', '.join(self.controls)}.")
+        self.batch_size, self.num_workers, self.keep_in_memory = batch_size, num_workers, keep_in_memory
+        self.eval_names: tuple[str, ...] = ()  # of the loaders handed out last, in their order
+        self._sets: dict[str, ImageSet] = {}
+        self._pixels: dict[str, Dataset[Any]] = {}
+
+    @abstractmethod
+    def load_set(self, name: str) -> ImageSet:
+        """Open a task's test set or a control set."""
+
+    def image_set(self, name: str) -> ImageSet:
+        """A set, opened once."""
+        if name not in self._sets:
+            self._sets[name] = self.load_set(name)
+        return self._sets[name]
+
+    def setup(self, stage: str) -> None:
+        """Open every set, so that a missing one is known before the stream starts."""
+        for name in (*self.stream, *self.controls):
+            self.image_set(name)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """One empty batch: an epoch is one merge."""
+        return DataLoader(_OneEmptyBatch(), batch_size=None)
+
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        """Loaders of what is to be scored next."""
+        return self.loaders((*self.stream.names[: self._merged_by_now()], *self.controls))
+
+    def test_dataloader(self) -> list[DataLoader[Any]]:
+        """Loaders of all tasks and control sets."""
+        return self.loaders((*self.stream, *self.controls))
+
+    def loaders(self, names: Sequence[str]) -> list[DataLoader[Any]]:
+        """One loader a set; remembers the names in ``eval_names``."""
+        self.eval_names = tuple(names)
+        return [self.loader(name) for name in names]
+
+    def loader(self, name: str) -> DataLoader[Any]:
+        """Batches ``(pixels (N, C, H, W), labels (N,))`` of one set, shared out exactly among the processes."""
+        trainer = self.trainer
+        if trainer is None:
+            raise RuntimeError("the data module is not attached to a trainer.")
+        backbone = trainer.lightning_module.backbone
+        if not isinstance(backbone, Backbone):
+            raise RuntimeError("the module that is scored has no Backbone.")
+        dataset = self._pixel_set(name, backbone)
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            sampler=ExactShard(len(dataset), trainer.global_rank, trainer.world_size),  # type: ignore[arg-type]
+            num_workers=self.num_workers,
+            collate_fn=_as_it_is,
+            persistent_workers=False,
+        )
+
+    def _pixel_set(self, name: str, backbone: Backbone) -> Dataset[Any]:
+        if name not in self._pixels:
+            pixels = _LazyPixels(self.image_set(name), backbone)
+            self._pixels[name] = _KeptPixels(pixels) if self.keep_in_memory else pixels
+        return self._pixels[name]
+
+    def _merged_by_now(self) -> int:
+        """Tasks merged when the coming validation runs.
+
+        Lightning asks for the loaders before the first merge, and on resume with an epoch counter that is one too low;
+        so neither the position nor the epoch alone tells.
+        """
+        trainer = self.trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return len(self.stream)
+        position = len(getattr(trainer.lightning_module, "merged_tasks", ()))
+        return min(len(self.stream), max(position, trainer.current_epoch + 1))
+
+
+class ZooData(StreamDataModule):
+    """The embedded zoo's eight tasks and three probes.
+
+    Args:
+        tasks: names in the zoo; all eight if left out, or the length of one of the zoo's streams.
+        controls: held-out sets; the zoo's three probes if left out.
+        order_seed: see :class:`safemerge_pl.stream.TaskStream`.
+        batch_size: images a batch.
+        extra_zoo: folder with more tasks in the zoo's layout.
+
+    Example:
+        >>> ZooData(tasks=["flags", "mnist"]).stream.names
+        ('flags', 'mnist')
+    """
+
+    def __init__(
+        self,
+        tasks: list[str] | int | None = None,
+        controls: list[str] | None = None,
+        order_seed: int | None = None,
+        batch_size: int = 64,
+        extra_zoo: str | None = None,
+    ) -> None:
+        self.zoo = Zoo(None if extra_zoo is None else Path(extra_zoo))
+        names = self.zoo.tasks(tasks) if tasks is None or isinstance(tasks, int) else tasks
+        probes = self.zoo.controls if controls is None else controls
+        for name in (*names, *probes):
+            self.zoo.describe(name)
+        super().__init__(names, probes, order_seed, batch_size, keep_in_memory=True)
+
+    def load_set(self, name: str) -> ImageSet:
+        """Read a parquet file of the zoo."""
+        import datasets
+        from pyarrow import parquet
+
+        about = self.zoo.describe(name)
+        rows = datasets.Dataset(parquet.read_table(self.zoo.data(name)))  # no copy in the user's cache
+        return ImageSet(name, rows, tuple(about["classes"]), tuple(about["templates"]))
+
+
+class ExactShard(DistributedSampler[Any]):
+    """Every ``world_size``-th sample from ``rank`` on: nothing is padded, so no sample counts twice.
+
+    It is a ``DistributedSampler`` in name only, so that Lightning leaves it alone.
+
+    Example:
+        >>> [list(ExactShard(5, rank, 2)) for rank in (0, 1)]
+        [[0, 2, 4], [1, 3]]
+    """
+
+    def __init__(self, length: int, rank: int, world_size: int) -> None:
+        self._indices = range(rank, length, world_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: the order never changes."""
+
+
+class _OneEmptyBatch(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(0)
+
+    def __len__(self) -> int:
+        return 1
+
+
+class _LazyPixels(Dataset[Any]):
+    """Decodes and preprocesses a batch when it is asked for."""
+
+    def __init__(self, images: ImageSet, backbone: Backbone) -> None:
+        self.images, self._preprocess = images, backbone.preprocess
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        rows = self.images.rows[list(indices)]
+        return self._preprocess(rows["image"]), torch.tensor(rows["label"]).long()
+
+
+class _KeptPixels(Dataset[Any]):
+    """All batches of a set, preprocessed once."""
+
+    def __init__(self, source: _LazyPixels) -> None:
+        self.pixels, self.labels = source.__getitems__(list(range(len(source))))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self.pixels[indices], self.labels[indices]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,203 @@
+"""Which parameters are merged, under which canonical name, and how they are cut into stacks of equal shape.
+
+Selection goes by parameter name and shape, so it needs no model class and reads only headers. Canonical layer names
+(``vision.3.q``, ``encoder.0.cross.v``) are the same for every library that stores the same model; a fused matrix is
+split into its parts and a transposed one is turned, so the merge does not depend on how a library lays weights out.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["MergeLayer", "plan_stacks", "select_layers"]
+
+MAX_STACK_ENTRIES = 2**25
+"""Largest stack, in entries (128 MiB in float32). A constant, so that the plan depends on shapes only."""
+
+
+@dataclass(frozen=True)
+class MergeLayer:
+    """One matrix to merge: where it lives and how to read it upright.
+
+    Attributes:
+        name: canonical name, e.g. ``vision.0.q``.
+        parameter: name of the tensor that holds it, in the pretrained checkpoint.
+        shape: ``(d_out, d_in)`` of the upright matrix.
+        rows: first and last (exclusive) row of the upright tensor, for a part of a fused one.
+        transposed: the tensor is stored as ``(d_in, d_out)``.
+    """
+
+    name: str
+    parameter: str
+    shape: tuple[int, int]
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The upright ``(d_out, d_in)`` matrix inside ``tensor``, without a copy.
+
+        Example:
+            >>> import torch
+            >>> MergeLayer("vision.0.k", "attn.in_proj_weight", (2, 2), rows=(2, 4)).view(torch.arange(12).view(6, 2))
+            tensor([[4, 5],
+                    [6, 7]])
+        """
+        upright = tensor.T if self.transposed else tensor
+        return upright if self.rows is None else upright[self.rows[0] : self.rows[1]]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A family's naming: a pattern with the groups of ``names``, one name per equal block of output rows."""
+
+    pattern: re.Pattern[str]
+    names: tuple[str, ...]
+    transposed: bool = False
+
+
+def _rule(pattern: str, *names: str, transposed: bool = False) -> _Rule:
+    return _Rule(re.compile(r"(?:^|\.)" + pattern + r"$"), names, transposed)
+
+
+_RULES = (
+    # Hugging Face CLIP towers, and decoders named like Llama
+    _rule(r"layers\.(?P<i>\d+)\.self_attn\.(?P<k>[qkv])_proj\.weight", "{tower}.{i}.{k}"),
+    _rule(r"layers\.(?P<i>\d+)\.self_attn\.(?:out|o)_proj\.weight", "{tower}.{i}.out"),
+    _rule(r"layers\.(?P<i>\d+)\.mlp\.fc1\.weight", "{tower}.{i}.up"),
+    _rule(r"layers\.(?P<i>\d+)\.mlp\.(?P<k>gate|up)_proj\.weight", "{tower}.{i}.{k}"),
+    # open_clip and OpenAI CLIP: q, k and v fused in one parameter
+    _rule(r"resblocks\.(?P<i>\d+)\.attn\.in_proj_weight", "{tower}.{i}.q", "{tower}.{i}.k", "{tower}.{i}.v"),
+    _rule(r"resblocks\.(?P<i>\d+)\.attn\.out_proj\.weight", "{tower}.{i}.out"),
+    _rule(r"resblocks\.(?P<i>\d+)\.mlp\.c_fc\.weight", "{tower}.{i}.up"),
+    # timm vision transformers
+    _rule(r"blocks\.(?P<i>\d+)\.attn\.qkv\.weight", "{tower}.{i}.q", "{tower}.{i}.k", "{tower}.{i}.v"),
+    _rule(r"blocks\.(?P<i>\d+)\.attn\.proj\.weight", "{tower}.{i}.out"),
+    _rule(r"blocks\.(?P<i>\d+)\.mlp\.fc1\.weight", "{tower}.{i}.up"),
+    # T5: self- and cross-attention, and every input side of the (gated) feed-forward
+    _rule(
+        r"(?P<side>encoder|decoder)\.block\.(?P<i>\d+)\.layer\.\d+\.SelfAttention\.(?P<k>[qkvo])\.weight",
+        "{side}.{i}.self.{k}",
+    ),
+    _rule(r"decoder\.block\.(?P<i>\d+)\.layer\.\d+\.EncDecAttention\.(?P<k>[qkvo])\.weight", "decoder.{i}.cross.{k}"),
+    _rule(
+        r"(?P<side>encoder|decoder)\.block\.(?P<i>\d+)\.layer\.\d+\.DenseReluDense\.(?P<k>wi|wi_0|wi_1)\.weight",
+        "{side}.{i}.{k}",
+    ),
+    # GPT-2: Conv1D stores weights as (d_in, d_out)
+    _rule(
+        r"h\.(?P<i>\d+)\.attn\.c_attn\.weight",
+        "{tower}.{i}.q",
+        "{tower}.{i}.k",
+        "{tower}.{i}.v",
+        transposed=True,
+    ),
+    _rule(r"h\.(?P<i>\d+)\.attn\.c_proj\.weight", "{tower}.{i}.out", transposed=True),
+    _rule(r"h\.(?P<i>\d+)\.mlp\.c_fc\.weight", "{tower}.{i}.up", transposed=True),
+)
+
+
+def select_layers(shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] | None = None) -> list[MergeLayer]:
+    """Choose the matrices to merge: attention projections and the first feed-forward matrix (METHODS 9.1, 10a).
+
+    Of a checkpoint with a vision and a text tower only the vision tower is merged, since the zero-shot heads come from
+    the pretrained text tower.
+
+    Args:
+        shapes: shape of every tensor of the pretrained model.
+        patterns: shell-style patterns (``*.q_proj.weight``) that replace the built-in choice. A tensor of a known
+            family is still split and turned as that family needs; any other 2-D tensor is taken as it is.
+
+    Returns:
+        The layers in the checkpoint's order.
+
+    Raises:
+        ValueError: if nothing is selected, or a pattern selects nothing.
+
+    Example:
+        >>> [layer.name for layer in select_layers({"visual.transformer.resblocks.0.attn.in_proj_weight": (6, 2)})]
+        ['vision.0.q', 'vision.0.k', 'vision.0.v']
+    """
+    for pattern in patterns or ():
+        if not fnmatch.filter(shapes, pattern):
+            raise ValueError(f"`layers` pattern {pattern!r} matches none of the {len(shapes)} parameters.")
+    layers: list[MergeLayer] = []
+    for name in vision_only(shapes):
+        if patterns is not None and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            continue
+        layers += _layers_of(name, tuple(shapes[name]), keep_unknown=patterns is not None)
+    if not layers:
+        raise ValueError(
+            f"none of the {len(shapes)} parameters is a layer of a known family (CLIP, open_clip, timm ViT, T5, Llama, "
+            "GPT-2); name the matrices to merge with `layers`, e.g. ['*.q_proj.weight']."
+        )
+    return layers
+
+
+def vision_only(names: Iterable[str]) -> list[str]:
+    """The names of the vision tower where there is one, else all names.
+
+    Example:
+        >>> vision_only(["vision_model.a", "text_model.a", "logit_scale"]), vision_only(["encoder.a"])
+        (['vision_model.a'], ['encoder.a'])
+    """
+    names = list(names)
+    return [name for name in names if re.search(r"(?:^|\.)(?:vision_model|visual)\.", name)] or names
+
+
+def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRIES) -> list[tuple[MergeLayer, ...]]:
+    """Group layers of equal shape into stacks of at most ``max_entries`` entries (one layer at least).
+
+    Example:
+        >>> a, b = MergeLayer("x.0.q", "q0", (2, 2)), MergeLayer("x.0.up", "u0", (8, 2))
+        >>> [[layer.name for layer in stack] for stack in plan_stacks([a, b, a, a], max_entries=8)]
+        [['x.0.q', 'x.0.q'], ['x.0.q'], ['x.0.up']]
+    """
+    groups: dict[tuple[int, int], list[MergeLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.shape, []).append(layer)
+    stacks = []
+    for (d_out, d_in), group in groups.items():
+        size = max(1, max_entries // (d_out * d_in))
+        stacks += [tuple(group[start : start + size]) for start in range(0, len(group), size)]
+    return stacks
+
+
+def _layers_of(parameter: str, shape: tuple[int, ...], *, keep_unknown: bool) -> list[MergeLayer]:
+    """The layers inside one parameter; empty if it is none of a known family and ``keep_unknown`` is off."""
+    for rule in _RULES:
+        match = rule.pattern.search(parameter)
+        if match is None or len(shape) != 2:
+            continue
+        d_out, d_in = reversed(shape) if rule.transposed else shape
+        height = d_out // len(rule.names)
+        if height * len(rule.names) != d_out:
+            raise ValueError(f"`{parameter}` of shape {shape} cannot be split into {len(rule.names)} equal parts.")
+        names = [name.format(tower=_tower(parameter), **match.groupdict()) for name in rule.names]
+        return [
+            MergeLayer(
+                name,
+                parameter,
+                (height, d_in),
+                (part * height, (part + 1) * height) if len(names) > 1 else None,
+                rule.transposed,
+            )
+            for part, name in enumerate(names)
+        ]
+    if keep_unknown and len(shape) == 2:
+        return [MergeLayer(parameter.removesuffix(".weight"), parameter, (shape[0], shape[1]))]
+    return []
+
+
+def _tower(parameter: str) -> str:
+    """``vision``, ``text`` or ``model``: the tower a parameter belongs to, the same in every library.
+
+    A bare tower (``encoder.layers...`` of transformers 5) counts as vision: text towers alone are never merged.
+    """
+    if re.search(r"(?:^|\.)text_model\.", parameter):
+        return "text"
+    if re.search(r"(?:^|\.)(?:vision_model|visual|encoder|blocks|resblocks)\.", parameter):
+        return "vision"
+    return "model"

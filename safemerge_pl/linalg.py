@@ -1,0 +1,122 @@
+"""Bases of stacked matrices: leading input directions, complements, numerical rank.
+
+Everything works on stacks ``(L, d_out, d_in)`` in the layout of ``nn.Linear`` and returns bases ``(L, d_in, r)``.
+A direction that does not exist (a matrix of lower rank, a zero matrix) is a **zero column**: layers of different rank
+can share one stack, and a product with a zero column contributes nothing to any projection or loss.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["complement_basis", "numerical_rank_tolerance", "right_singular_basis"]
+
+
+def numerical_rank_tolerance(shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """Relative size below which a singular value of a ``(..., m, n)`` matrix counts as zero: ``max(m, n) * eps``.
+
+    This is the rule of ``numpy.linalg.matrix_rank``, with the rounding error ``eps`` of the dtype the data came in.
+
+    Example:
+        >>> numerical_rank_tolerance((4, 8), torch.float64) == 8 * torch.finfo(torch.float64).eps
+        True
+    """
+    return max(shape[-2:]) * torch.finfo(dtype).eps
+
+
+def right_singular_basis(matrices: Tensor, rank: int) -> Tensor:
+    r"""Leading right singular vectors of each matrix (the :math:`V` of paper section 4.1), cut at numerical rank.
+
+    Single-precision input is decomposed through its Gram matrix in double precision, which resolves singular values
+    down to ``1e-8`` of the largest one, far below the numerical rank of single precision. Double-precision input
+    takes the full SVD.
+
+    Args:
+        matrices: stack ``(L, d_out, d_in)``, float32 or float64, finite.
+        rank: number of directions wanted, at least 1; clamped to ``min(d_out, d_in)``.
+
+    Returns:
+        ``(L, d_in, min(rank, d_out, d_in))`` in the input's dtype. Orthonormal columns in order of falling singular
+        value, then zero columns where a matrix has no further direction.
+
+    Raises:
+        ValueError: if ``rank`` is below 1 or ``matrices`` is not a stack of matrices.
+
+    Example:
+        >>> stack = torch.tensor([[[0.0, 3.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
+        >>> right_singular_basis(stack, 2).abs().tolist()
+        [[[0.0, 0.0], [1.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
+    """
+    if rank < 1:
+        raise ValueError(f"`rank` must be at least 1, got {rank}.")
+    if matrices.ndim != 3:
+        raise ValueError(f"`matrices` must be a stack (L, d_out, d_in), got shape {tuple(matrices.shape)}.")
+    rank = min(rank, *matrices.shape[1:])
+    values, vectors = _right_singular(matrices)
+    values, vectors = values[:, :rank], vectors[:, :, :rank]
+    tolerance = numerical_rank_tolerance(tuple(matrices.shape), matrices.dtype)
+    exists = (values > tolerance * values[:, :1]) & (values > 0)
+    return torch.where(exists[:, None, :], vectors, 0.0).to(matrices.dtype)
+
+
+def complement_basis(vectors: Tensor, basis: Tensor) -> Tensor:
+    r"""Orthonormal basis of :math:`(I - QQ^\top)V` (Eq. 5), rank-revealing.
+
+    What remains of ``vectors`` outside the span of ``basis`` may have lower rank than ``vectors``. A plain QR would
+    fill the missing columns with arbitrary directions; here they are zero.
+
+    Args:
+        vectors: ``(L, d, r)`` with orthonormal or zero columns.
+        basis: ``(L, d, q)`` with orthonormal or zero columns.
+
+    Returns:
+        ``(L, d, r)`` in the dtype of ``vectors``: orthonormal columns orthogonal to ``basis``, then zero columns.
+
+    Example:
+        >>> q0 = torch.tensor([[[1.0], [0.0], [0.0]]])
+        >>> v = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]])  # the first column lies inside q0
+        >>> complement_basis(v, q0).abs().tolist()
+        [[[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]]
+    """
+    wide, base = vectors.double(), basis.double()
+    residual = wide - base @ (base.mT @ wide)
+    residual = residual - base @ (base.mT @ residual)  # a second pass removes what rounding left of the first
+    left, values, _ = _svd(residual)
+    tolerance = numerical_rank_tolerance(tuple(vectors.shape), vectors.dtype)
+    return torch.where((values > tolerance)[:, None, :], left, 0.0).to(vectors.dtype)
+
+
+def _right_singular(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """All singular values ``(L, k)``, falling, and right vectors ``(L, d_in, k)``, in double precision."""
+    if matrices.dtype == torch.float64:
+        _, values, right = _svd(matrices)
+        return values, right.mT
+    wide = matrices.double()
+    try:
+        eigenvalues, vectors = torch.linalg.eigh(wide.mT @ wide)
+    except RuntimeError:  # torch.linalg.LinAlgError, or a cuSOLVER failure
+        _, values, right = _svd(wide)
+        return values, right.mT
+    return eigenvalues.flip(-1).clamp(min=0).sqrt(), vectors.flip(-1)
+
+
+def _svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Thin SVD that tries the whole stack, then each matrix on the CPU, before it gives up."""
+    try:
+        u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
+    except RuntimeError:
+        parts = [_svd_alone(matrix.cpu(), index) for index, matrix in enumerate(matrices)]
+        u, s, vh = (torch.stack(part).to(matrices.device) for part in zip(*parts, strict=True))
+    return u, s, vh
+
+
+def _svd_alone(matrix: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """SVD of one matrix; where the solver fails, the transpose is another problem with the same answer."""
+    try:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    except RuntimeError:
+        try:
+            v, s, uh = torch.linalg.svd(matrix.mT.contiguous(), full_matrices=False)
+        except RuntimeError as error:
+            raise ArithmeticError(f"the SVD of matrix {index} of the stack does not converge") from error
+        u, vh = uh.mT, v.mT
+    return u, s, vh

@@ -1,0 +1,485 @@
+"""Fold fine-tuned models, one after another, into one merged model. Pure PyTorch."""
+
+import importlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from safemerge_pl import folders
+from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
+from safemerge_pl.layers import MergeLayer, plan_stacks, select_layers
+from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
+from safemerge_pl.methods.safe_merge import SafeMerge
+
+__all__ = ["ContinualMerger", "FoldReport", "LayerReport", "require_fit"]
+
+MASTER_FILE = "merge_master.safetensors"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one fold did to one layer.
+
+    Attributes:
+        layer: canonical name.
+        kept_fraction: share of the task vector's entries that were merged.
+        loss_first: loss before the inner optimisation, ``None`` where there is none.
+        loss_last: loss after it.
+        task_norm: Frobenius norm of the task vector.
+        update_norm: Frobenius norm of what was added to the merged weights.
+    """
+
+    layer: str
+    kept_fraction: float
+    loss_first: float | None
+    loss_last: float | None
+    task_norm: float
+    update_norm: float
+
+
+@dataclass(frozen=True)
+class FoldReport:
+    """What one fold did.
+
+    Attributes:
+        task: name of the task.
+        index: its position in the stream, from 1.
+        source: where the incoming model came from.
+        incoming: SHA-256 of the incoming tensors that were merged.
+        merged: SHA-256 of the merged weights afterwards.
+        seconds: wall time, checks included.
+        kept_fraction: share of all entries that were merged.
+        losses: loss before every step of the inner optimisation and after the last, summed over layers.
+        layers: one row a layer.
+        notes: what the user should know (an unchanged task, a checkpoint folded before).
+    """
+
+    task: str
+    index: int
+    source: str
+    incoming: str
+    merged: str
+    seconds: float
+    kept_fraction: float
+    losses: tuple[float, ...]
+    layers: tuple[LayerReport, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "FoldReport":
+        """Undo ``dataclasses.asdict``."""
+        layers = tuple(LayerReport(**layer) for layer in values["layers"])
+        return cls(**{**values, "layers": layers, "losses": tuple(values["losses"]), "notes": tuple(values["notes"])})
+
+
+class ContinualMerger:
+    """The merged model and everything needed to fold in the next one.
+
+    Args:
+        pretrained: the model that all others were fine-tuned from; never changed. Tensors and modules are copied.
+        method: how to merge; SAFE-Merge with its defaults if left out.
+        layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
+        device: where the arithmetic runs; results stay on the CPU.
+
+    Raises:
+        CheckpointError: if ``pretrained`` cannot be read or holds NaN or Inf in a layer to merge.
+
+    Example:
+        >>> layer = "encoder.layers.0.mlp.fc1"
+        >>> pretrained = {f"{layer}.weight": torch.eye(4), f"{layer}.bias": torch.ones(4)}
+        >>> incoming = {name: tensor + 0.1 for name, tensor in pretrained.items()}
+        >>> merger = ContinualMerger(pretrained, method=SafeMerge(keep_ratio=1.0, use_recovery=False))
+        >>> report = merger.fold(incoming, task="mnist")
+        >>> merger.tasks, report.kept_fraction, merger.merged[f"{layer}.bias"].tolist()
+        (['mnist'], 1.0, [1.0, 1.0, 1.0, 1.0])
+    """
+
+    def __init__(
+        self,
+        pretrained: Source,
+        method: MergeMethod | None = None,
+        *,
+        layers: Sequence[str] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.method = SafeMerge() if method is None else method
+        self.pretrained = _snapshot(pretrained)
+        self.layers = select_layers(self.pretrained.shapes(), layers)
+        self.device = torch.device(device)
+        self.reports: list[FoldReport] = []
+        self._merged: dict[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
+        self._caches: dict[tuple[str, ...], dict[str, Tensor]] = {}
+        with _exact_arithmetic(self.device):
+            for name in self._parameters():
+                _require_finite(self.pretrained[name], name, self.pretrained.source)
+            self.reference = fingerprint((name, self.pretrained[name].float()) for name in self._parameters())
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names folded so far, in order."""
+        return [report.task for report in self.reports]
+
+    @property
+    def merged(self) -> dict[str, Tensor]:
+        """Every parameter of the merged model in float32, by the pretrained model's names; buffers as they are."""
+        tensors = {name: self._merged.get(name, self.pretrained[name]) for name in self.pretrained}
+        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+    def merged_parameters(self) -> dict[str, Tensor]:
+        """Those parameters that the method merges, float32; not copies: do not change them."""
+        return {name: self._current(name) for name in self._parameters()}
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the merged parameters in float32."""
+        return fingerprint(self.merged_parameters().items())
+
+    def fold(self, incoming: Source, task: str) -> FoldReport:
+        """Merge one more model, wholly or not at all.
+
+        Args:
+            incoming: a model fine-tuned from the same pretrained one, in any form that ``pretrained`` can have.
+            task: its name, not used before.
+
+        Returns:
+            What was done, layer by layer.
+
+        Raises:
+            CheckpointError: if the incoming model does not fit; nothing has changed then.
+        """
+        start = time.perf_counter()
+        state = self.method.state_dict()
+        try:
+            with _exact_arithmetic(self.device):
+                names, checkpoint = self.check(incoming, task)
+                staged, rows, losses = self._merge(checkpoint, names)
+                hashed = fingerprint((name, checkpoint[names[name]]) for name in self._parameters())
+        except CheckpointError as error:
+            self.method.load_state_dict(state)
+            raise CheckpointError(f"task '{task}': {error}") from error
+        except BaseException:
+            self.method.load_state_dict(state)
+            raise
+        self._merged.update(staged)
+        entries = [math.prod(layer.shape) for layer in self.layers]
+        report = FoldReport(
+            task=task,
+            index=len(self.reports) + 1,
+            source=checkpoint.source,
+            incoming=hashed,
+            merged=self.fingerprint(),
+            seconds=time.perf_counter() - start,
+            kept_fraction=sum(row.kept_fraction * size for row, size in zip(rows, entries, strict=True)) / sum(entries),
+            losses=tuple(losses),
+            layers=tuple(rows),
+            notes=tuple(self._notes(rows, hashed)),
+        )
+        self.reports.append(report)
+        return report
+
+    def check(self, incoming: Source, task: str, *, values: bool = True) -> tuple[dict[str, str], Checkpoint]:
+        """See whether a model could be folded, without changing anything.
+
+        Args:
+            incoming: as for :meth:`fold`.
+            task: as for :meth:`fold`.
+            values: also read the tensors and look for NaN and Inf; otherwise headers only.
+
+        Returns:
+            The incoming name of each parameter to merge, and the opened checkpoint.
+
+        Raises:
+            CheckpointError: if it does not fit.
+        """
+        if task.casefold() in (name.casefold() for name in self.tasks):
+            raise CheckpointError(f"a task of the name '{task}' is already merged; give another name.")
+        checkpoint = open_checkpoint(incoming)
+        return require_fit(self.pretrained, self._parameters(), checkpoint, values=values), checkpoint
+
+    def save(self, folder: str | Path, *, template: Source | None = None, dtype: folders.OutputDtype = "same") -> Path:
+        """Write a complete model folder: weights, the base's other files, state to continue from, and a model card.
+
+        Args:
+            folder: new, empty, or holding an earlier merge, which is replaced in one step.
+            template: checkpoint whose tensors and files complete the folder; the pretrained model if left out. Its
+                names may have other prefixes than those of ``pretrained``.
+            dtype: dtype of the written weights. Masters in float32 are always kept beside, so that small updates
+                survive a long stream.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: if the folder cannot be used; what was there stays as it was.
+        """
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        base = self.pretrained if template is None else open_checkpoint(template)
+        folders.check_output(folder, () if base.folder is None else (base.folder,))
+        names = match_names(self._parameters(), base)
+        parameters = self.merged_parameters()
+        with folders.staged_folder(folder) as staging:
+            folders.write_model(staging, base, {names[name]: tensor for name, tensor in parameters.items()}, dtype)
+            save_file(
+                {name: tensor.contiguous() for name, tensor in parameters.items()},
+                staging / MASTER_FILE,
+                metadata={"format": "pt"},
+            )
+            (staging / folders.STATE_FILE).write_text(json.dumps(self.state_dict(), indent=1))
+            (staging / "README.md").write_text(_model_card(self, base, dtype))
+        return folder
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        pretrained: Source,
+        *,
+        method: MergeMethod | None = None,
+        layers: Sequence[str] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> "ContinualMerger":
+        """Continue a saved merge, bit-identical to not having stopped.
+
+        Args:
+            folder: written by :meth:`save`.
+            pretrained: the same pretrained model as then.
+            method: the same method as then; rebuilt from the saved settings if left out.
+            layers: as for the constructor, the same as then.
+            device: as for the constructor.
+
+        Raises:
+            CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
+        """
+        state = folders.read_state(Path(folder))
+        merger = cls(pretrained, method or _rebuild_method(state["method"]), layers=layers, device=device)
+        merger.load_state_dict(state, open_checkpoint(Path(folder) / MASTER_FILE))
+        return merger
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights, as plain values: tasks and reports, method, hashes."""
+        return {
+            "format": 1,
+            "tasks": self.tasks,
+            "reference": self.reference,
+            "merged": self.fingerprint(),
+            "method": {
+                "class_path": f"{type(self.method).__module__}.{type(self.method).__qualname__}",
+                "init_args": self.method.settings(),
+                "state": self.method.state_dict(),
+            },
+            "reports": [asdict(report) for report in self.reports],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], weights: Source) -> None:
+        """Take up a saved state with its merged weights.
+
+        Raises:
+            CheckpointError: if the state belongs to another pretrained model, method or other weights.
+        """
+        if state["reference"] != self.reference:
+            raise CheckpointError(
+                f"the merge was started from another pretrained model (its layers hash to {state['reference'][:12]}, "
+                f"those of {self.pretrained.source} to {self.reference[:12]}); give the same one."
+            )
+        mine = self.state_dict()["method"]
+        saved = state["method"]
+        if mine["class_path"] != saved["class_path"]:
+            raise CheckpointError(f"the merge was made with {saved['class_path']}, not with {mine['class_path']}.")
+        changed = [
+            f"{key}: {saved['init_args'].get(key)} then, {mine['init_args'].get(key)} now"
+            for key in sorted(mine["init_args"].keys() | saved["init_args"].keys())
+            if mine["init_args"].get(key) != saved["init_args"].get(key)
+        ]
+        if changed:
+            raise CheckpointError(f"the merge was made with other settings ({'; '.join(changed)}); use the same ones.")
+        checkpoint = open_checkpoint(weights)
+        names = match_names(self._parameters(), checkpoint)
+        merged = {name: checkpoint[theirs].detach().float().cpu().clone() for name, theirs in names.items()}
+        if fingerprint(merged.items()) != state["merged"]:
+            raise CheckpointError(
+                f"{checkpoint.source}: the merged weights are not those that the state was saved with."
+            )
+        self.method.load_state_dict(saved["state"])
+        self._merged = merged
+        self.reports = [FoldReport.from_dict(report) for report in state["reports"]]
+
+    def _parameters(self) -> list[str]:
+        """Names of the parameters that hold the selected layers, each once."""
+        return list(dict.fromkeys(layer.parameter for layer in self.layers))
+
+    def _current(self, name: str) -> Tensor:
+        merged = self._merged.get(name)
+        return self.pretrained[name].float() if merged is None else merged
+
+    def _merge(
+        self, checkpoint: Checkpoint, names: dict[str, str]
+    ) -> tuple[dict[str, Tensor], list[LayerReport], list[float]]:
+        """New parameters, a report row a layer (in the order of ``layers``), and the summed losses."""
+        staged: dict[str, Tensor] = {}
+        rows: dict[str, LayerReport] = {}
+        losses: list[float] = []
+        for layers in plan_stacks(self.layers):
+            stack = self._read_stack(layers, checkpoint, names)
+            try:
+                result = self.method.fold_stack(stack)
+            except (ArithmeticError, RuntimeError, ValueError) as error:
+                raise CheckpointError(f"layers {layers[0].name} to {layers[-1].name}: {error}") from error
+            for layer, matrix in zip(layers, result.merged, strict=True):
+                if not torch.isfinite(matrix).all():
+                    raise CheckpointError(
+                        f"layer {layer.name}: the merged weights are not finite; its task vector or `lr` is too large."
+                    )
+                if layer.parameter not in staged:
+                    staged[layer.parameter] = self._current(layer.parameter).clone()
+                layer.view(staged[layer.parameter]).copy_(matrix)
+            rows |= {row.layer: row for row in _layer_rows(stack, result)}
+            if result.losses is not None:
+                summed = result.losses.double().sum(1).tolist()
+                losses = [a + b for a, b in zip(losses, summed, strict=True)] if losses else summed
+        return staged, [rows[layer.name] for layer in self.layers], losses
+
+    def _read_stack(self, layers: tuple[MergeLayer, ...], checkpoint: Checkpoint, names: dict[str, str]) -> Stack:
+        pretrained, merged, incoming = [], [], []
+        for layer in layers:
+            base, new = self.pretrained[layer.parameter], checkpoint[names[layer.parameter]]
+            if new.dtype != base.dtype and torch.equal(base.to(new.dtype), new):
+                new = base  # the pretrained tensor, stored in fewer bits: rounding is not a task
+            pretrained.append(layer.view(base))
+            incoming.append(layer.view(new))
+            merged.append(layer.view(self._current(layer.parameter)))
+        key = tuple(layer.name for layer in layers)
+        theta_0, merged_so_far, theta_t = (
+            torch.stack([part.float() for part in parts]).to(self.device) for parts in (pretrained, merged, incoming)
+        )
+        return Stack(key, len(self.reports) + 1, theta_0, merged_so_far, theta_t, self._caches.setdefault(key, {}))
+
+    def _notes(self, rows: list[LayerReport], hashed: str) -> Iterator[str]:
+        if not any(row.task_norm for row in rows):
+            yield "its merged layers equal the pretrained model's: nothing was added"
+        for earlier in self.reports:
+            if earlier.incoming == hashed:
+                yield f"the same weights were folded before, as '{earlier.task}'"
+
+
+def require_fit(
+    pretrained: Checkpoint, parameters: Sequence[str], incoming: Checkpoint, *, values: bool = True
+) -> dict[str, str]:
+    """See that every parameter to merge is in an incoming model, with the right shape and a dtype that can be merged.
+
+    Args:
+        pretrained: the model all others were fine-tuned from.
+        parameters: its names of the parameters to merge.
+        incoming: the model to merge.
+        values: also read the tensors and look for NaN and Inf; otherwise headers only.
+
+    Returns:
+        The incoming name of each parameter.
+
+    Raises:
+        CheckpointError: naming the tensor and the remedy.
+    """
+    names = match_names(parameters, incoming)
+    for name, theirs in names.items():
+        if incoming.shape(theirs) != pretrained.shape(name):
+            raise CheckpointError(
+                f"{incoming.source}: `{theirs}` has shape {incoming.shape(theirs)}, the pretrained model's "
+                f"`{name}` has {pretrained.shape(name)}: is it a fine-tune of this model?"
+            )
+        if not incoming.dtype(theirs).is_floating_point:
+            raise CheckpointError(
+                f"{incoming.source}: `{theirs}` is {incoming.dtype(theirs)}, a quantised or packed weight; "
+                "give the model in float32, bfloat16 or float16."
+            )
+        if values:
+            _require_finite(incoming[theirs], theirs, incoming.source)
+    return names
+
+
+def _layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
+    """One device synchronisation a stack, after its work is queued."""
+    count = len(stack.layers)
+    kept = torch.ones(count) if result.kept_fraction is None else result.kept_fraction
+    first, last = (None, None) if result.losses is None else (result.losses[0].tolist(), result.losses[-1].tolist())
+    task_norms = stack.task_vector.square().sum((1, 2)).sqrt().tolist()
+    update_norms = (result.merged - stack.merged).square().sum((1, 2)).sqrt().tolist()
+    return [
+        LayerReport(
+            layer=stack.layers[row],
+            kept_fraction=kept[row].item(),
+            loss_first=None if first is None else first[row],
+            loss_last=None if last is None else last[row],
+            task_norm=task_norms[row],
+            update_norm=update_norms[row],
+        )
+        for row in range(count)
+    ]
+
+
+@contextmanager
+def _exact_arithmetic(device: torch.device) -> Iterator[None]:
+    """Full float32 whatever surrounds the call: no autocast, no TF32, no inference mode, no graph."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _snapshot(pretrained: Source) -> Checkpoint:
+    """The pretrained model; copied where somebody else could change its tensors."""
+    checkpoint = open_checkpoint(pretrained)
+    if isinstance(pretrained, (str, Path, Checkpoint)):
+        return checkpoint
+    copy = open_checkpoint({name: checkpoint[name].detach().cpu().clone() for name in checkpoint})
+    copy.source = checkpoint.source
+    return copy
+
+
+def _require_finite(tensor: Tensor, name: str, source: str) -> None:
+    bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+    if bad:
+        raise CheckpointError(
+            f"{source}: `{name}` has {bad} NaN or Inf among {tensor.numel()} values; retrain or repair it."
+        )
+
+
+def _rebuild_method(saved: dict[str, Any]) -> MergeMethod:
+    """A method of this package from its saved settings; no other module is ever imported by name."""
+    module, _, name = saved["class_path"].rpartition(".")
+    if not module.startswith("safemerge_pl.methods."):
+        raise CheckpointError(f"the merge was made with {saved['class_path']}; pass that method as `method`.")
+    method: MergeMethod = getattr(importlib.import_module(module), name)(**saved["init_args"])
+    return method
+
+
+def _model_card(merger: ContinualMerger, base: Checkpoint, dtype: str) -> str:
+    """README of the written folder."""
+    lines = [
+        "# Merged model",
+        "",
+        f"Merged by safemerge_pl with {merger.method.label} from `{base.source}`; weights stored as {dtype}.",
+        "Float32 masters and the state to continue from lie beside: `ContinualMerger.load(folder, pretrained)`.",
+        "",
+        "| # | task | incoming model | SHA-256 of its merged layers | kept |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {r.index} | {r.task} | `{r.source}` | `{r.incoming[:16]}` | {r.kept_fraction:.1%} |"
+            for r in merger.reports
+        ),
+        "",
+        f"Merged layers: `{merger.fingerprint()}`. Pretrained layers: `{merger.reference}`.",
+        "",
+        "Settings: " + ", ".join(f"{key}={value}" for key, value in merger.method.settings().items()) + ".",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,165 @@
+"""Metrics of a merge stream as torchmetrics classes over :mod:`safemerge_pl.functional`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from safemerge_pl import functional
+
+__all__ = ["AccuracyMatrix", "AverageAccuracy", "BackwardTransfer", "GeneralAverage", "HScore"]
+
+
+class AccuracyMatrix(Metric):
+    """Accuracy of every task after every merge, and of every control set after every merge.
+
+    The values must already be equal on all processes (each comes from its own synchronised accuracy metric), so the
+    states are not reduced again. They are saved with the module and survive ``reset`` only if you do not call it:
+    log the values, never this object (Lightning resets logged metrics each epoch).
+
+    Args:
+        tasks: names in the order of the stream.
+        controls: names of the held-out control sets.
+
+    Raises:
+        ValueError: if a name is unknown, a step is out of range, or a value is no share in ``[0, 1]``.
+
+    Example:
+        >>> matrix = AccuracyMatrix(["mnist", "flags"], controls=["probe"])
+        >>> matrix.update(1, {"mnist": 0.9, "probe": 0.5})
+        >>> matrix.update(2, {"mnist": 0.7, "flags": 0.8, "probe": 0.4})
+        >>> {name: round(value.item(), 4) for name, value in matrix.compute().items()}
+        {'ACC': 0.75, 'BWT': -0.2, 'Gen': 0.4, 'H': 0.5217}
+    """
+
+    full_state_update = True
+    is_differentiable = False
+    higher_is_better = True
+    accuracy: Tensor
+    general: Tensor
+
+    def __init__(self, tasks: Sequence[str], controls: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(sync_on_compute=False, **kwargs)
+        self.tasks, self.controls = tuple(tasks), tuple(controls)
+        t, g = len(self.tasks), len(self.controls)
+        self.add_state("accuracy", torch.full((t, t), torch.nan, dtype=torch.float64), persistent=True)
+        self.add_state("general", torch.full((t, g), torch.nan, dtype=torch.float64), persistent=True)
+        self.set_dtype(torch.float64)
+
+    def update(self, step: int, accuracies: Mapping[str, float | Tensor]) -> None:
+        """Enter the row of one merge.
+
+        Args:
+            step: how many tasks are merged, from 1.
+            accuracies: share in ``[0, 1]`` by task or control set; what is left out stays as it was.
+        """
+        if not 1 <= step <= len(self.tasks):
+            raise ValueError(f"`step` must be in [1, {len(self.tasks)}], got {step}.")
+        for name, value in accuracies.items():
+            share = float(value)
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"the accuracy of '{name}' must be in [0, 1], got {share}.")
+            if name in self.tasks:
+                self.accuracy[step - 1, self.tasks.index(name)] = share
+            elif name in self.controls:
+                self.general[step - 1, self.controls.index(name)] = share
+            else:
+                raise ValueError(f"'{name}' is neither a task ({', '.join(self.tasks)}) nor a control set.")
+
+    def compute(self) -> dict[str, Tensor]:
+        """ACC, BWT, Gen. and H after the last merge that was entered; NaN where a value is undefined."""
+        return self.at(self.steps)
+
+    @property
+    def steps(self) -> int:
+        """The last merge of which a row was entered; 0 before the first."""
+        filled = ~(self.accuracy.isnan().all(1) & self.general.isnan().all(1))
+        return int(filled.nonzero().max()) + 1 if filled.any() else 0
+
+    def at(self, step: int) -> dict[str, Tensor]:
+        """ACC, BWT, Gen. and H as they stood after ``step`` merges."""
+        accuracy = self.accuracy[:step, :step]
+        acc, bwt = functional.average_accuracy(accuracy), functional.backward_transfer(accuracy)
+        row = self.general[step - 1] if step else self.general.new_full((len(self.controls),), torch.nan)
+        gen = functional.general_average(row)
+        return {"ACC": acc, "BWT": bwt, "Gen": gen, "H": functional.h_score(acc, gen)}
+
+
+class _MatrixMetric(Metric):
+    """A number of the stream that is fed with whole matrices."""
+
+    full_state_update = True
+    is_differentiable = False
+    higher_is_better = True
+    value: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(sync_on_compute=False, **kwargs)
+        self.add_state("value", torch.tensor(torch.nan, dtype=torch.float64))
+        self.set_dtype(torch.float64)
+
+    def compute(self) -> Tensor:
+        """The value of the last update."""
+        return self.value
+
+
+class AverageAccuracy(_MatrixMetric):
+    """ACC of the last ``(T, T)`` accuracy matrix, see :func:`safemerge_pl.functional.average_accuracy`.
+
+    Example:
+        >>> metric = AverageAccuracy()
+        >>> metric.update(torch.tensor([[0.9, torch.nan], [0.5, 0.75]]))
+        >>> metric.compute().item()
+        0.625
+    """
+
+    def update(self, accuracy: Tensor) -> None:
+        """Take the matrix ``(T, T)``."""
+        self.value = functional.average_accuracy(accuracy.double())
+
+
+class BackwardTransfer(_MatrixMetric):
+    """BWT of the last ``(T, T)`` accuracy matrix, see :func:`safemerge_pl.functional.backward_transfer`.
+
+    Example:
+        >>> metric = BackwardTransfer()
+        >>> metric.update(torch.tensor([[0.75, torch.nan], [0.5, 0.75]]))
+        >>> metric.compute().item()
+        -0.25
+    """
+
+    def update(self, accuracy: Tensor) -> None:
+        """Take the matrix ``(T, T)``."""
+        self.value = functional.backward_transfer(accuracy.double())
+
+
+class GeneralAverage(_MatrixMetric):
+    """Gen. of the last control accuracies, see :func:`safemerge_pl.functional.general_average`.
+
+    Example:
+        >>> metric = GeneralAverage()
+        >>> metric.update(torch.tensor([0.5, 0.25, 0.75]))
+        >>> metric.compute().item()
+        0.5
+    """
+
+    def update(self, general: Tensor) -> None:
+        """Take the accuracies ``(G,)``."""
+        self.value = functional.general_average(general.double())
+
+
+class HScore(_MatrixMetric):
+    """H-score of the last ACC and Gen., see :func:`safemerge_pl.functional.h_score`.
+
+    Example:
+        >>> metric = HScore()
+        >>> metric.update(torch.tensor(0.5), torch.tensor(0.5))
+        >>> metric.compute().item()
+        0.5
+    """
+
+    def update(self, acc: Tensor, gen: Tensor) -> None:
+        """Take ACC and Gen., scalars of one unit."""
+        self.value = functional.h_score(acc.double(), gen.double())

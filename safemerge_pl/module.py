@@ -1,0 +1,274 @@
+"""The LightningModule of a merge stream: holds the merged backbone and scores it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from torchmetrics.classification import MulticlassAccuracy
+
+from safemerge_pl.backbones import Backbone, CLIPBackbone, build_backbone
+from safemerge_pl.data import StreamDataModule
+from safemerge_pl.heads import zero_shot_head
+from safemerge_pl.metrics import AccuracyMatrix
+
+__all__ = ["ContinualMergeModule", "summarise"]
+
+
+class ContinualMergeModule(L.LightningModule):
+    """Wraps the backbone that models are merged into; an epoch is one task.
+
+    The module never trains: a :class:`safemerge_pl.callbacks.MergeCallback` folds the next model in at the start of
+    each epoch, and the epoch's validation scores the result. It optimises nothing and its loss is a fresh zero, so
+    Lightning counts one step a merge and checkpoints as usual.
+
+    Logged after each merge, over the number of merged tasks: ``stream/ACC``, ``stream/BWT``, ``stream/Gen``,
+    ``stream/H``, ``task/<name>/acc`` and ``control/<name>/acc``, all as shares in ``[0, 1]``. What is undefined (BWT
+    of one task) is not logged.
+
+    Args:
+        backbone: the model, or its description as ``class_path`` and ``init_args``.
+
+    Example:
+        >>> module = ContinualMergeModule()
+        >>> module.hparams.backbone["class_path"]
+        'safemerge_pl.backbones.CLIPBackbone'
+    """
+
+    def __init__(self, backbone: Backbone | dict[str, Any] | None = None) -> None:
+        super().__init__()
+        built = build_backbone(CLIPBackbone() if backbone is None else backbone)
+        self.save_hyperparameters({"backbone": built.spec()})
+        self.backbone = built
+        self.merged_tasks: list[str] = []
+        self.matrix: AccuracyMatrix | None = None
+        self.last_scores: dict[str, float] = {}  # of the latest evaluation, by set and by ACC, BWT, Gen, H
+        self._heads: dict[str, Tensor] = {}  # plain tensors: they are rebuilt, not saved
+        self._counters = nn.ModuleDict()
+        self._keys: dict[str, str] = {}  # set name -> key in _counters, where dots are not allowed
+
+    def configure_model(self) -> None:
+        """Read the pretrained weights, once."""
+        self.backbone.load()
+
+    def setup(self, stage: str) -> None:
+        """Build heads, counters and the accuracy matrix for the data module's sets."""
+        self.configure_model()
+        data = self._data()
+        for name in (*data.stream, *data.controls):
+            self.add_set(name)
+        if self.matrix is None:
+            self.matrix = AccuracyMatrix(data.stream.names, data.controls)
+        else:
+            self._grow_matrix(data.stream.names, data.controls)
+
+    def add_set(self, name: str) -> None:
+        """Build the head and the accuracy counter of a set, once."""
+        if name in self._keys:
+            return
+        images = self._data().image_set(name)
+        self._heads[name] = zero_shot_head(self.backbone, images.classes, images.templates)
+        self._keys[name] = f"set{len(self._keys)}"
+        counter = MulticlassAccuracy(num_classes=len(images.classes), average="micro", validate_args=False)
+        self._counters[self._keys[name]] = counter.to(self.device)
+
+    def forward(self, pixels: Tensor, name: str) -> Tensor:
+        """Cosine of each image with each class of a set.
+
+        Args:
+            pixels: ``(N, C, H, W)``.
+            name: of the set.
+
+        Returns:
+            ``(N, classes)`` in ``[-1, 1]``.
+        """
+        head = self._heads[name] = self._heads[name].to(pixels.device)
+        return normalize(self.backbone(pixels).float(), dim=-1) @ head.T
+
+    def configure_optimizers(self) -> None:
+        """No optimiser: nothing is trained."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """A loss that depends on no parameter, so that Lightning's own bookkeeping runs as in any training."""
+        return torch.zeros((), device=self.device, requires_grad=True)
+
+    def on_fit_start(self) -> None:
+        """Refuse to continue a merge without the callback that made it."""
+        from safemerge_pl.callbacks import MergeCallback
+
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if self.merged_tasks and not any(isinstance(callback, MergeCallback) for callback in callbacks):
+            raise MisconfigurationException(
+                f"this module has {len(self.merged_tasks)} tasks merged ({', '.join(self.merged_tasks)}) but the "
+                "trainer has no MergeCallback to continue; add the callback that made them."
+            )
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count the right answers of one batch."""
+        self.count(self._data().eval_names[dataloader_idx], batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count the right answers of one batch."""
+        self.count(self._data().eval_names[dataloader_idx], batch)
+
+    def count(self, name: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Add a batch ``(pixels, labels)`` to a set's accuracy."""
+        pixels, labels = batch
+        logits = self(pixels, name)
+        if not torch.isfinite(logits).all():
+            raise FloatingPointError(f"the logits on '{name}' hold NaN or Inf: a weight or an image is broken.")
+        self._counter(name).update(logits, labels)
+
+    def take_accuracy(self, name: str) -> tuple[float, int]:
+        """Accuracy of a set as a share over all processes, and the images counted; starts the count anew."""
+        counter = self._counter(name)
+        if not getattr(counter, "_update_called", True):
+            raise RuntimeError(f"no image of '{name}' was scored: its data set is empty.")
+        accuracy = float(counter.compute())
+        counted = torch.as_tensor(counter.tp).sum() + torch.as_tensor(counter.fn).sum()
+        counter.reset()
+        if self.trainer.world_size > 1:
+            counted = self.trainer.strategy.reduce(counted, reduce_op="sum")
+        return accuracy, int(counted)
+
+    def on_validation_epoch_end(self) -> None:
+        """Turn the counts into accuracies; during ``fit`` enter the matrix row of this merge and log the stream."""
+        if self.trainer.sanity_checking:
+            for name in self._keys:
+                self._counter(name).reset()
+            return
+        self._finish("val" if self.trainer.state.fn != TrainerFn.FITTING else "fit")
+
+    def on_test_epoch_end(self) -> None:
+        """Turn the counts into accuracies."""
+        self._finish("test")
+
+    def _finish(self, stage: str) -> None:
+        data = self._data()
+        accuracies = {}
+        for name in data.eval_names:
+            accuracies[name], counted = self.take_accuracy(name)
+            self._require_whole(name, counted, len(data.image_set(name)))
+        tasks = [name for name in data.eval_names if name in data.stream.names]
+        if stage == "fit":
+            scores = self._enter_row(tasks, accuracies)
+            prefix, step = "stream", float(len(self.merged_tasks))
+        else:
+            scores = summarise([accuracies[name] for name in tasks], [accuracies[name] for name in data.controls])
+            prefix, step = stage, float(len(self.merged_tasks))
+        self.last_scores = {**accuracies, **scores}
+        named = {f"{'task' if name in tasks else 'control'}/{name}/acc": value for name, value in accuracies.items()}
+        named |= {f"{prefix}/{name}": value for name, value in scores.items()}
+        # "step" is what Lightning takes as the x-axis: the number of merged tasks in every mode
+        self.log_dict({**named, "step": step}, add_dataloader_idx=False, sync_dist=False)
+
+    def _enter_row(self, tasks: Sequence[str], accuracies: Mapping[str, float]) -> dict[str, float]:
+        if list(tasks) != self.merged_tasks:
+            raise RuntimeError(f"scored {', '.join(tasks)}, but merged are {', '.join(self.merged_tasks) or 'none'}.")
+        matrix = self.matrix
+        if matrix is None or not tasks:
+            return {}
+        matrix.update(len(tasks), accuracies)
+        return {name: value.item() for name, value in matrix.compute().items() if not value.isnan()}
+
+    def _require_whole(self, name: str, counted: int, expected: int) -> None:
+        """A validation that was cut short must not enter the matrix as if it were whole."""
+        trainer = self.trainer
+        limited = trainer.limit_val_batches != 1.0 or trainer.limit_test_batches != 1.0 or trainer.fast_dev_run  # type: ignore[attr-defined]
+        if counted != expected and not limited:
+            raise RuntimeError(
+                f"only {counted} of {expected} images of '{name}' were scored: this checkpoint was taken inside a "
+                "validation; resume from one taken at the end of an epoch."
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store what the matrix rows and columns mean."""
+        if self.matrix is not None:
+            checkpoint["safemerge"] = {
+                "merged_tasks": list(self.merged_tasks),
+                "tasks": list(self.matrix.tasks),
+                "controls": list(self.matrix.controls),
+            }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Prepare a matrix of the size that the checkpoint holds; :meth:`setup` or resuming grows it to the data's."""
+        self.configure_model()
+        saved = checkpoint.get("safemerge")
+        if saved is None:
+            return
+        current = self.matrix
+        self.merged_tasks = list(saved["merged_tasks"])
+        state = checkpoint["state_dict"]
+        if current is None:
+            self.matrix = AccuracyMatrix(saved["tasks"], saved["controls"])
+        elif (current.tasks, current.controls) != (tuple(saved["tasks"]), tuple(saved["controls"])):
+            grown = _grown(state, saved, current.tasks, current.controls)
+            state["matrix.accuracy"], state["matrix.general"] = grown
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load weights and matrix; the matrix then counts as filled."""
+        result = super().load_state_dict(state_dict, *args, **kwargs)
+        if self.matrix is not None and self.matrix.steps:
+            self.matrix._update_count = self.matrix.steps  # else torchmetrics warns that compute precedes update
+        return result
+
+    def _grow_matrix(self, tasks: Sequence[str], controls: Sequence[str]) -> None:
+        old = self.matrix
+        if old is None or (old.tasks, old.controls) == (tuple(tasks), tuple(controls)):
+            return
+        state = {"matrix.accuracy": old.accuracy, "matrix.general": old.general}
+        saved = {"merged_tasks": self.merged_tasks, "tasks": old.tasks, "controls": old.controls}
+        self.matrix = AccuracyMatrix(tasks, controls)
+        self.matrix.accuracy, self.matrix.general = _grown(state, saved, tasks, controls)
+        self.matrix._update_count = self.matrix.steps
+        self.matrix.to(self.device)
+
+    def _counter(self, name: str) -> MulticlassAccuracy:
+        counter = self._counters[self._keys[name]]
+        assert isinstance(counter, MulticlassAccuracy)
+        return counter
+
+    def _data(self) -> StreamDataModule:
+        data = getattr(self._trainer, "datamodule", None)
+        if not isinstance(data, StreamDataModule):
+            raise MisconfigurationException(
+                "ContinualMergeModule needs a StreamDataModule (such as ZooData) as the trainer's data module, got "
+                f"{type(data).__name__}."
+            )
+        return data
+
+
+def _grown(
+    state: Mapping[str, Tensor], saved: Mapping[str, Any], tasks: Sequence[str], controls: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """The saved matrix in the shape of a stream with more tasks to come."""
+    merged = list(saved["merged_tasks"])
+    if list(tasks[: len(merged)]) != merged or list(controls) != list(saved["controls"]):
+        raise MisconfigurationException(
+            f"the checkpoint merged {', '.join(merged) or 'nothing'} and scored on {', '.join(saved['controls'])}; the "
+            f"data now gives {', '.join(tasks[: len(merged)])} and {', '.join(controls)}. Resume with the same "
+            "order and control sets; new tasks go at the end."
+        )
+    count = len(merged)
+    accuracy = torch.full((len(tasks), len(tasks)), torch.nan, dtype=torch.float64)
+    general = torch.full((len(tasks), len(controls)), torch.nan, dtype=torch.float64)
+    accuracy[:count, :count] = state["matrix.accuracy"][:count, :count]
+    general[:count] = state["matrix.general"][:count]
+    return accuracy, general
+
+
+def summarise(tasks: Sequence[float], controls: Sequence[float]) -> dict[str, float]:
+    """ACC, Gen. and H of one model that was scored on everything."""
+    scores = {}
+    if tasks:
+        scores["ACC"] = sum(tasks) / len(tasks)
+    if controls:
+        scores["Gen"] = sum(controls) / len(controls)
+    if tasks and controls:
+        total = scores["ACC"] + scores["Gen"]
+        scores["H"] = 2 * scores["ACC"] * scores["Gen"] / total if total else 0.0
+    return scores

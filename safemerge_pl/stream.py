@@ -1,0 +1,45 @@
+"""The order in which tasks arrive."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+__all__ = ["TaskStream"]
+
+
+class TaskStream:
+    """Names of the tasks in the order in which they are merged.
+
+    Args:
+        tasks: distinct names.
+        order_seed: shuffles the names with ``random.Random(order_seed)``; the seeds 42 to 51 give the ten orders of the
+            paper's Table of task orders (METHODS 11). ``None`` keeps the order as given.
+
+    Raises:
+        ValueError: if there is no task, or two share a name.
+
+    Example:
+        >>> list(TaskStream(["1", "2", "3", "4", "5", "6", "7", "8"], order_seed=42))
+        ['4', '5', '7', '8', '3', '6', '1', '2']
+    """
+
+    def __init__(self, tasks: Sequence[str], order_seed: int | None = None) -> None:
+        names = list(tasks)
+        if not names:
+            raise ValueError("`tasks` is empty: a stream needs at least one task.")
+        folded = [name.casefold() for name in names]
+        twins = sorted({name for name in names if folded.count(name.casefold()) > 1})
+        if twins:
+            raise ValueError(f"`tasks` must have distinct names, got {', '.join(twins)} more than once.")
+        if order_seed is not None:
+            random.Random(order_seed).shuffle(names)
+        self.names = tuple(names)
+        self.order_seed = order_seed
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __getitem__(self, index: int) -> str:
+        return self.names[index]
