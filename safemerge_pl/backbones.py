@@ -98,8 +98,13 @@ class CLIPBackbone(Backbone):
         from transformers import AutoTokenizer, CLIPModel
 
         folder = self.folder()
+        if not (folder / "config.json").exists():
+            raise CheckpointError(f"{folder} has no config.json; give the folder of a whole CLIP model.")
         with _quiet_transformers():
-            model, info = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+            try:
+                model, info = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise CheckpointError(f"{folder} is no CLIP model that transformers can load: {error}") from error
             missing = sorted(info["missing_keys"])
             if missing:
                 raise CheckpointError(f"{folder} lacks {len(missing)} tensors of a CLIP model, first `{missing[0]}`.")

@@ -199,7 +199,7 @@ def match_names(wanted: Sequence[str], checkpoint: Checkpoint) -> dict[str, str]
             for name, bare in targets.items()
             if theirs + bare[len(mine) :] in available
         }
-        if len(matched) == len(targets) == len(best):
+        if len(matched) == len(targets) == len(best) and matched != best:
             raise CheckpointError(
                 f"{checkpoint.source} holds the model twice, as `{next(iter(best.values()))}` and as "
                 f"`{next(iter(matched.values()))}`; give the tensors of one of them."

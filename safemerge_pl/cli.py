@@ -44,6 +44,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if argv[0] not in verbs:
         _fail(f"there is no verb '{argv[0]}'; use one of {', '.join(verbs)}, or --help.", code=2)
     argv = resolve_configs(argv)
+    # threads that spin while they wait make a run a hundred times slower as soon as another program uses a core
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sys.argv = [sys.argv[0], *argv]  # what LightningCLI reads, also in the processes that DDP starts
     try:
         if argv[0] == "check":

@@ -4,7 +4,7 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,7 +120,7 @@ class ContinualMerger:
         with _exact_arithmetic(self.device):
             for name in self._parameters():
                 _require_finite(self.pretrained[name], name, self.pretrained.source)
-            self.reference = fingerprint((name, self.pretrained[name].float()) for name in self._parameters())
+            self.reference = self._hash({name: self.pretrained[name].float() for name in self._parameters()})
 
     @property
     def tasks(self) -> list[str]:
@@ -138,8 +138,8 @@ class ContinualMerger:
         return {name: self._current(name) for name in self._parameters()}
 
     def fingerprint(self) -> str:
-        """SHA-256 of the merged parameters in float32."""
-        return fingerprint(self.merged_parameters().items())
+        """SHA-256 of the merged layers in float32, the same for every library that stores the model."""
+        return self._hash(self.merged_parameters())
 
     def fold(self, incoming: Source, task: str) -> FoldReport:
         """Merge one more model, wholly or not at all.
@@ -160,7 +160,7 @@ class ContinualMerger:
             with _exact_arithmetic(self.device):
                 names, checkpoint = self.check(incoming, task)
                 staged, rows, losses = self._merge(checkpoint, names)
-                hashed = fingerprint((name, checkpoint[names[name]]) for name in self._parameters())
+                hashed = self._hash({name: checkpoint[names[name]] for name in self._parameters()})
         except CheckpointError as error:
             self.method.load_state_dict(state)
             raise CheckpointError(f"task '{task}': {error}") from error
@@ -304,7 +304,7 @@ class ContinualMerger:
         checkpoint = open_checkpoint(weights)
         names = match_names(self._parameters(), checkpoint)
         merged = {name: checkpoint[theirs].detach().float().cpu().clone() for name, theirs in names.items()}
-        if fingerprint(merged.items()) != state["merged"]:
+        if self._hash(merged) != state["merged"]:
             raise CheckpointError(
                 f"{checkpoint.source}: the merged weights are not those that the state was saved with."
             )
@@ -315,6 +315,10 @@ class ContinualMerger:
     def _parameters(self) -> list[str]:
         """Names of the parameters that hold the selected layers, each once."""
         return list(dict.fromkeys(layer.parameter for layer in self.layers))
+
+    def _hash(self, parameters: Mapping[str, Tensor]) -> str:
+        layers = sorted(self.layers, key=lambda layer: layer.name)
+        return fingerprint((layer.name, layer.view(parameters[layer.parameter])) for layer in layers)
 
     def _current(self, name: str) -> Tensor:
         merged = self._merged.get(name)

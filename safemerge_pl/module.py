@@ -124,16 +124,17 @@ class ContinualMergeModule(L.LightningModule):
         self._counter(name).update(logits, labels)
 
     def take_accuracy(self, name: str) -> tuple[float, int]:
-        """Accuracy of a set as a share over all processes, and the images counted; starts the count anew."""
+        """Micro accuracy of a set as a share over all processes, and the images counted; starts the count anew."""
         counter = self._counter(name)
-        if not getattr(counter, "_update_called", True):
-            raise RuntimeError(f"no image of '{name}' was scored: its data set is empty.")
-        accuracy = float(counter.compute())
-        counted = torch.as_tensor(counter.tp).sum() + torch.as_tensor(counter.fn).sum()
+        right = torch.as_tensor(counter.tp).sum()
+        counts = torch.stack([right, right + torch.as_tensor(counter.fn).sum()])
         counter.reset()
         if self.trainer.world_size > 1:
-            counted = self.trainer.strategy.reduce(counted, reduce_op="sum")
-        return accuracy, int(counted)
+            counts = self.trainer.strategy.reduce(counts, reduce_op="sum")
+        correct, counted = counts.tolist()
+        if not counted:
+            raise RuntimeError(f"no image of '{name}' was scored: its data set is empty.")
+        return correct / counted, counted
 
     def on_validation_epoch_end(self) -> None:
         """Turn the counts into accuracies; during ``fit`` enter the matrix row of this merge and log the stream."""

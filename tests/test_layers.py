@@ -1,0 +1,251 @@
+"""Which matrices are merged, on real tiny models of every family; views into them; stacks."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from safemerge_pl.layers import MergeLayer, plan_stacks, select_layers
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def selected(model: nn.Module, patterns: list[str] | None = None) -> dict[str, MergeLayer]:
+    layers = select_layers(shapes_of(model), patterns)
+    assert len({layer.name for layer in layers}) == len(layers)
+    return {layer.name: layer for layer in layers}
+
+
+FAMILIES: list[tuple[Callable[[], nn.Module], int]] = [
+    (tiny.hf_vision, 10),
+    (tiny.hf_clip, 10),
+    (tiny.open_clip_model, 10),
+    (tiny.timm_vit, 10),
+    (tiny.hf_t5, 3 * 4 + 4 + 3 * 2),
+    (tiny.hf_llama, 12),
+    (tiny.hf_gpt2, 10),
+    (tiny.hf_mixtral, 4),
+]
+
+
+@pytest.mark.parametrize(("build", "count"), FAMILIES, ids=lambda value: getattr(value, "__name__", None))
+def test_every_selected_layer_is_a_matrix_of_the_model_and_no_name_comes_twice(
+    build: Callable[[], nn.Module], count: int
+) -> None:
+    model = build()
+    layers = selected(model)
+    assert len(layers) == count
+    tensors = model.state_dict()
+    for layer in layers.values():
+        assert layer.view(tensors[layer.parameter]).shape == layer.shape
+    order = [list(tensors).index(layer.parameter) for layer in layers.values()]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("build", [tiny.hf_vision, tiny.hf_clip, tiny.open_clip_model, tiny.timm_vit])
+def test_a_vision_tower_has_the_same_canonical_names_in_every_library(build: Callable[[], nn.Module]) -> None:
+    assert sorted(selected(build())) == sorted(tiny.CLIP_NAMES)
+
+
+def test_the_vision_model_prefix_that_came_and_went_does_not_matter() -> None:
+    """D4."""
+    bare = select_layers(shapes_of(tiny.hf_vision()))
+    legacy = select_layers({f"vision_model.{name}": shape for name, shape in shapes_of(tiny.hf_vision()).items()})
+    assert [layer.name for layer in legacy] == [layer.name for layer in bare]
+    assert [layer.parameter for layer in legacy] == [f"vision_model.{layer.parameter}" for layer in bare]
+
+
+@pytest.mark.parametrize(
+    ("build", "tower"), [(tiny.hf_clip, "vision_model."), (tiny.open_clip_model, "visual.")], ids=["hf", "open_clip"]
+)
+def test_only_the_vision_tower_of_two_is_merged(build: Callable[[], nn.Module], tower: str) -> None:
+    """L3."""
+    assert all(layer.parameter.startswith(tower) for layer in selected(build()).values())
+
+
+def test_clip_merges_attention_and_the_first_feed_forward_matrix_only() -> None:
+    """METHODS 9.1; E8: the patch embedding is a convolution and stays out, and so do position embeddings."""
+    parts = {layer.parameter.split(".", 3)[3] for layer in selected(tiny.hf_vision()).values()}
+    attention = {f"self_attn.{part}_proj.weight" for part in ("q", "k", "v", "out")}
+    assert parts == attention | {"mlp.fc1.weight"}
+
+
+def test_gated_t5_merges_all_attention_and_both_input_matrices() -> None:
+    """L4: no bias table, no embedding; L5: wi_0 and wi_1, never wo."""
+    layers = selected(tiny.hf_t5("gated-gelu"))
+    expected = {f"encoder.{i}.{part}" for i in (0, 1) for part in ("self.q", "self.k", "self.v", "self.o", "wi_0", "wi_1")}
+    expected |= {f"decoder.0.{attention}.{part}" for attention in ("self", "cross") for part in "qkvo"}
+    assert set(layers) == expected | {"decoder.0.wi_0", "decoder.0.wi_1"}
+    assert layers["decoder.0.cross.k"].parameter == "decoder.block.0.layer.1.EncDecAttention.k.weight"
+    assert not any(re.search(r"relative|embed|shared|lm_head|\.wo\.", layer.parameter) for layer in layers.values())
+
+
+def test_ungated_t5_merges_its_one_input_matrix() -> None:
+    """L5."""
+    assert {name for name in selected(tiny.hf_t5("relu")) if "wi" in name} == {"encoder.0.wi", "encoder.1.wi", "decoder.0.wi"}
+
+
+def test_grouped_query_attention_keeps_its_unequal_heights() -> None:
+    """L6."""
+    layers = selected(tiny.hf_llama())
+    found = {name: layer.shape for name, layer in layers.items() if name.startswith("model.1.")}
+    assert found == {
+        "model.1.q": (8, 8),
+        "model.1.k": (4, 8),
+        "model.1.v": (4, 8),
+        "model.1.out": (8, 8),
+        "model.1.gate": (16, 8),
+        "model.1.up": (16, 8),
+    }
+
+
+def test_packed_experts_are_left_alone_and_refused_when_asked_for() -> None:
+    """L7."""
+    model = tiny.hf_mixtral()
+    assert set(selected(model)) == {"model.0.q", "model.0.k", "model.0.v", "model.0.out"}
+    with pytest.raises(ValueError, match="layers"):
+        selected(model, ["*.experts.*"])
+
+
+def test_gpt2_weights_are_turned_upright() -> None:
+    """E7: an upright view is what nn.Linear holds, checked against the library's own forward pass."""
+    model = tiny.hf_gpt2()
+    layers = selected(model)
+    assert layers["model.0.up"].shape == (32, 8)
+    assert layers["model.0.q"].shape == (8, 8)
+    tensors, x = model.state_dict(), tiny.randn(3, 8)
+    attention = model.transformer.h[0].attn
+    fused = attention.c_attn(x) - attention.c_attn.bias
+    for part, expected in zip("qkv", fused.split(8, dim=1), strict=True):
+        layer = layers[f"model.0.{part}"]
+        torch.testing.assert_close(F.linear(x, layer.view(tensors[layer.parameter])), expected)
+    up = model.transformer.h[0].mlp.c_fc
+    torch.testing.assert_close(F.linear(x, layers["model.0.up"].view(up.weight)), up(x) - up.bias)
+
+
+def projections_of_open_clip(model: nn.Module) -> tuple[str, Tensor]:
+    return "visual.transformer.resblocks.0.attn.in_proj_weight", model.visual.transformer.resblocks[0].attn.in_proj_weight
+
+
+def projections_of_timm(model: nn.Module) -> tuple[str, Tensor]:
+    return "blocks.0.attn.qkv.weight", model.blocks[0].attn.qkv.weight
+
+
+@pytest.mark.parametrize(
+    ("build", "find"),
+    [(tiny.open_clip_model, projections_of_open_clip), (tiny.timm_vit, projections_of_timm)],
+    ids=["open_clip", "timm"],
+)
+def test_fused_projections_are_cut_in_q_k_v_and_share_memory(
+    build: Callable[[], nn.Module], find: Callable[[nn.Module], tuple[str, Tensor]]
+) -> None:
+    model = build()
+    name, fused = find(model)
+    width = fused.shape[1]
+    layers = selected(model)
+    for row, part in enumerate("qkv"):
+        layer = layers[f"vision.0.{part}"]
+        assert layer.parameter == name
+        assert layer.rows == (row * width, (row + 1) * width)
+        assert torch.equal(layer.view(fused), fused[row * width : (row + 1) * width])
+    with torch.no_grad():
+        layers["vision.0.k"].view(fused).fill_(7)
+    changed = (fused == 7).all(1).nonzero().flatten().tolist()
+    assert changed == list(range(width, 2 * width))
+
+
+def test_a_transposed_fused_view_shares_memory_and_lands_in_the_right_columns() -> None:
+    layer = MergeLayer("model.0.v", "h.0.attn.c_attn.weight", (2, 4), rows=(4, 6), transposed=True)
+    stored = torch.zeros(4, 6)
+    layer.view(stored).copy_(torch.arange(8.0).view(2, 4))
+    assert stored.tolist() == [[0, 0, 0, 0, 0, 4], [0, 0, 0, 0, 1, 5], [0, 0, 0, 0, 2, 6], [0, 0, 0, 0, 3, 7]]
+
+
+def test_a_fused_matrix_that_has_no_three_equal_parts_is_refused() -> None:
+    """L6: grouped heads in a fused matrix."""
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.qkv\.weight.*\(8, 4\).*3 equal parts"):
+        select_layers({"blocks.0.attn.qkv.weight": (8, 4)})
+
+
+def test_two_towers_of_one_family_do_not_share_a_name() -> None:
+    """Names seed the recovery and key the report: one name for two layers would mix them up."""
+    name = "layers.0.self_attn.q_proj.weight"
+    try:
+        layers = select_layers({f"left.{name}": (4, 4), f"right.{name}": (4, 4)})
+    except ValueError as error:
+        assert f"left.{name}" in str(error) and f"right.{name}" in str(error)
+    else:
+        assert len({layer.name for layer in layers}) == 2
+
+
+def test_custom_patterns_replace_the_choice_in_the_order_of_the_checkpoint() -> None:
+    layers = selected(tiny.hf_vision(), ["*.layers.1.mlp.fc2.weight", "*.layers.0.self_attn.[qk]_proj.weight"])
+    assert [(layer.name, layer.parameter) for layer in layers.values()] == [
+        ("vision.0.k", "encoder.layers.0.self_attn.k_proj.weight"),
+        ("vision.0.q", "encoder.layers.0.self_attn.q_proj.weight"),
+        ("encoder.layers.1.mlp.fc2", "encoder.layers.1.mlp.fc2.weight"),
+    ]
+
+
+def test_custom_patterns_still_split_and_turn_what_a_family_fuses() -> None:
+    layers = selected(tiny.hf_gpt2(), ["*.1.attn.c_attn.weight"])
+    assert [(layer.name, layer.transposed) for layer in layers.values()] == [(f"model.1.{part}", True) for part in "qkv"]
+
+
+def test_custom_patterns_take_any_matrix_of_an_unknown_model_but_no_vector_or_kernel() -> None:
+    """E8."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Linear(4, 6))
+    assert [layer.name for layer in selected(model, ["*"]).values()] == ["2"]
+    with pytest.raises(ValueError, match="layers"):
+        selected(model, ["0.weight"])
+
+
+def test_a_pattern_that_matches_nothing_is_named() -> None:
+    with pytest.raises(ValueError, match=r"`layers` pattern '\*\.wq\.weight' matches none of the 39 parameters"):
+        selected(tiny.hf_vision(), ["*.q_proj.weight", "*.wq.weight"])
+
+
+@pytest.mark.parametrize("pattern", ["*.bias", "text_model.*.q_proj.weight"])
+def test_a_pattern_whose_matches_cannot_be_merged_is_named_too(pattern: str) -> None:
+    """Vectors, and the text tower beside a vision tower."""
+    with pytest.raises(ValueError, match=re.escape(repr(pattern))):
+        selected(tiny.hf_clip(), ["vision_model.*.q_proj.weight", pattern])
+
+
+def test_an_unknown_model_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"none of the 2 parameters.*`layers`"):
+        select_layers({"backbone.stem.weight": (4, 4), "head.bias": (4,)})
+
+
+def make_layers(shapes: list[tuple[int, int]], prefix: str = "a") -> list[MergeLayer]:
+    return [MergeLayer(f"{prefix}.{i}", f"{prefix}.{i}.weight", shape) for i, shape in enumerate(shapes)]
+
+
+def test_a_plan_holds_every_layer_once_in_stacks_of_one_shape_and_bounded_size() -> None:
+    layers = make_layers([(4, 4), (8, 4), (4, 4), (4, 8), (4, 4), (8, 4)])
+    plan = plan_stacks(layers, max_entries=32)
+    assert sorted(layer.name for stack in plan for layer in stack) == [layer.name for layer in layers]
+    assert [[layer.name for layer in stack] for stack in plan] == [["a.0", "a.2"], ["a.4"], ["a.1"], ["a.5"], ["a.3"]]
+
+
+def test_a_layer_above_the_bound_is_a_stack_of_its_own() -> None:
+    assert [len(stack) for stack in plan_stacks(make_layers([(8, 8), (8, 8)]), max_entries=1)] == [1, 1]
+
+
+def test_the_plan_depends_on_shapes_only() -> None:
+    layers = make_layers([(4, 4), (8, 4), (4, 4), (4, 4)])
+    others = [
+        replace(layer, name=f"z.{i}", parameter="p", rows=(0, layer.shape[0]), transposed=True)
+        for i, layer in enumerate(layers)
+    ]
+    plan, other_plan = plan_stacks(layers, max_entries=32), plan_stacks(others, max_entries=32)
+    assert [[layers.index(layer) for layer in stack] for stack in plan] == [
+        [others.index(layer) for layer in stack] for stack in other_plan
+    ]
