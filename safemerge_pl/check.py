@@ -11,8 +11,8 @@ from safemerge_pl.checkpoints import open_checkpoint
 from safemerge_pl.data import StreamDataModule
 from safemerge_pl.experts import find_experts
 from safemerge_pl.layers import plan_stacks, select_layers
-from safemerge_pl.merger import require_fit
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.preflight import require_fit
 
 __all__ = ["check_stream"]
 

@@ -46,6 +46,9 @@ _DTYPES = {
 }
 
 
+_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used, in one sentence with the file, the tensor and the remedy."""
 
@@ -101,18 +104,18 @@ class _Safetensors(Checkpoint):
 
     def __init__(self, files: Sequence[Path], source: str, folder: Path | None = None) -> None:
         self.source, self.folder = source, folder
-        self._entries: dict[str, tuple[Path, dict[str, Any]]] = {}
+        self._entries: dict[str, tuple[Path, tuple[int, ...], str]] = {}
         for file in files:
-            for name, entry in _read_header(file).items():
+            for name, (shape, code) in _read_header(file).items():
                 if name in self._entries:
                     raise CheckpointError(f"{file}: tensor `{name}` also stands in {self._entries[name][0].name}.")
-                self._entries[name] = (file, entry)
+                self._entries[name] = (file, shape, code)
 
     def __getitem__(self, name: str) -> Tensor:
         from safetensors import safe_open
 
-        file = self._entries[name][0]
-        with safe_open(file, framework="pt") as handle:
+        self.dtype(name)
+        with safe_open(self._entries[name][0], framework="pt") as handle:
             tensor: Tensor = handle.get_tensor(name)
         return tensor
 
@@ -123,14 +126,14 @@ class _Safetensors(Checkpoint):
         return len(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._entries[name][1]["shape"])
+        return self._entries[name][1]
 
     def dtype(self, name: str) -> torch.dtype:
-        code = self._entries[name][1]["dtype"]
+        file, _, code = self._entries[name]
         if code not in _DTYPES:
             raise CheckpointError(
-                f"{self._entries[name][0]}: tensor `{name}` is stored as {code}, which cannot be merged; "
-                "give the model in float32, bfloat16 or float16."
+                f"{file}: tensor `{name}` is stored as {code}, a quantised or packed weight; give the model in "
+                "float32, bfloat16 or float16."
             )
         return _DTYPES[code]
 
@@ -236,22 +239,25 @@ def _unwrapped(name: str) -> str:
     return re.sub(r"(?:^|(?<=\.))(?:_orig_mod|module)\.", "", name)
 
 
+_TOWERS = {"vision_model", "visual", "model", "backbone", "base_model", "transformer"}
+"""What a wanted name may lack in a checkpoint. Anything else at its start tells layers and towers apart."""
+
+
 def _prefix_pairs(targets: list[str], available: Mapping[str, str]) -> list[tuple[str, str]]:
     """Pairs (prefix to drop from the wanted names, prefix to put instead) that fit the first wanted name."""
     first, pairs = targets[0], []
-    cuts = [0, *(match.end() for match in re.finditer(r"\.", first))]
-    for cut in cuts:
-        mine, core = first[:cut], first[cut:]
-        if not all(target.startswith(mine) for target in targets):
+    for match in re.finditer(r"^|\.", first):
+        mine, core = first[: match.end()], first[match.end() :]
+        if not set(mine.split(".")[:-1]) <= _TOWERS or not all(target.startswith(mine) for target in targets):
             break
         theirs = [name[: -len(core)] for name in available if name == core or name.endswith("." + core)]
-        pairs += [(mine, prefix) for prefix in theirs if not cut or not prefix.endswith(mine)]
+        pairs += [(mine, prefix) for prefix in theirs if not mine or not prefix.endswith(mine)]
     return pairs
 
 
 def _open_folder(folder: Path, source: str) -> Checkpoint:
     for candidate in _WEIGHT_FILES:
-        if (folder / candidate).exists():
+        if (folder / candidate).exists() or (folder / candidate).is_symlink():
             return _open_file(folder / candidate, source, folder)
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(f"{folder} is a PEFT adapter; merge it into its base model first (merge_and_unload).")
@@ -263,67 +269,86 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
 
 def _open_file(path: Path, source: str, folder: Path | None) -> Checkpoint:
     if path.name.endswith(".index.json"):
-        shards = _shards(path)
-        if path.name == "model.safetensors.index.json":
-            return _Safetensors(shards, source, folder)
+        entries = _read_index(path)
+        shards = [path.parent / name for name in sorted(set(entries.values()))]
         tensors: dict[str, Tensor] = {}
-        for shard in shards:
-            tensors |= _load_pickle(shard)
-        return _Memory(tensors, source, folder)
+        if path.name == "model.safetensors.index.json":
+            opened: Checkpoint = _Safetensors(shards, source, folder)
+        else:
+            for shard in shards:
+                tensors |= _load_pickle(shard)
+            opened = _Memory(tensors, source, folder)
+        absent = [name for name in entries if name not in opened]
+        if absent:
+            raise CheckpointError(f"{path} promises `{absent[0]}`, which is in no shard; fetch the checkpoint again.")
+        return opened
+    _refuse_impostor(path)
     if path.suffix == ".safetensors":
         return _Safetensors([path], source, folder)
-    if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+    if path.suffix in _ENDINGS:
         return _Memory(_load_pickle(path), source, folder)
     raise CheckpointError(f"{path} is not a checkpoint: expected .safetensors, .bin, .pt, .pth or .ckpt.")
 
 
-def _shards(index: Path) -> list[Path]:
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> shard file name of an index, with every missing shard named at once."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a shard index: {error}.") from error
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise CheckpointError(f"{index} points outside its folder: {outside[0]!r}.")
+        entries: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = sorted({Path(name).name for name in entries.values() if name})
+        outside = [name for name in entries.values() if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not a shard index ({error}); fetch it again.") from error
+    if outside or not names:
+        raise CheckpointError(f"{index} points outside its folder or nowhere: {(outside or [''])[0]!r}.")
     missing = [name for name in names if not (index.parent / name).exists()]
     if missing:
         raise CheckpointError(f"{index}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
-    return [index.parent / name for name in names]
+    return entries
 
 
-def _read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Header of a safetensors file, checked against the file's size."""
+def _refuse_impostor(path: Path) -> None:
+    """Name what is not a weight file at all but has the name of one."""
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{path} is a link to a file that is gone; fetch it again.")
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if size < 8 or length > size - 8:
-            if start.startswith(b"version"):
-                raise CheckpointError(
-                    f"{path} is a git-lfs pointer of {size} bytes, not the weights: run `git lfs pull`."
-                )
-            raise CheckpointError(f"{path} ({size} bytes) is truncated or no safetensors file: fetch it again.")
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} ({size} bytes) is no safetensors file: its header is not readable."
-            ) from error
-    if max(ends, default=0) + length + 8 != size:
+        start = file.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{path} is a git-lfs pointer of {size} bytes, not the weights; run `git lfs pull`.")
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        raise CheckpointError(f"{path} is a web page of {size} bytes, not the weights; fetch it again.")
+    if start.startswith(b"GGUF"):
+        raise CheckpointError(f"{path} is a quantised GGUF file; give the model in float32, bfloat16 or float16.")
+    if not size:
+        raise CheckpointError(f"{path} is empty; fetch it again.")
+
+
+def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype code of every tensor of a safetensors file; the library checks the header against the size."""
+    from safetensors import SafetensorError, safe_open
+
+    _refuse_impostor(path)
+    try:
+        with safe_open(path, framework="pt") as handle:
+            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} ({size} bytes) is truncated: its header promises {max(ends, default=0)} bytes of data."
-        )
-    header.pop("__metadata__", None)
-    return header
+            f"{path} ({path.stat().st_size} bytes) is truncated or no safetensors file ({error}); fetch it again."
+        ) from error
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     """Tensors of a torch file, by the weights-only loader alone."""
+    _refuse_impostor(path)
+    archive = zipfile.is_zipfile(path)
+    if archive and _is_torchscript(path):
+        raise CheckpointError(f"{path} is a TorchScript archive, a program; save the module's state dict instead.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
     except Exception as error:  # every refusal of the loader is the same to the user: it is not plain tensors
-        reason = str(error).splitlines()[0]
+        kind = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it holds a {kind[1]}" if kind else f"damaged, or not written by torch.save: {type(error).__name__}"
         raise CheckpointError(
             f"{path} cannot be read as plain tensors ({reason}); load it where you trust it and save its state dict "
             "as safetensors."
@@ -331,10 +356,21 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     return _tensors_of(content, str(path))
 
 
+def _is_torchscript(path: Path) -> bool:
+    try:
+        return any("/code/" in name for name in zipfile.ZipFile(path).namelist())
+    except (ValueError, zipfile.BadZipFile):  # damaged: the loader will say so
+        return False
+
+
 def _tensors_of(content: Any, source: str) -> dict[str, Tensor]:
     """The tensors of a state dict, or of the ``state_dict`` or ``model`` inside a training checkpoint."""
     if isinstance(content, Mapping):
-        inner = [key for key in ("state_dict", "model") if isinstance(content.get(key), Mapping)]
+        inner = [str(key) for key, value in content.items() if isinstance(value, Mapping) and _is_model(str(key))]
+        if len(inner) > 1:
+            raise CheckpointError(
+                f"{source} holds several models ({', '.join(inner)}); save the one to merge as a state dict of its own."
+            )
         if inner:
             return _tensors_of(content[inner[0]], source)
         tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
@@ -343,9 +379,14 @@ def _tensors_of(content: Any, source: str) -> dict[str, Tensor]:
     raise CheckpointError(f"{source} holds no tensors by name: expected a state dict.")
 
 
+def _is_model(key: str) -> bool:
+    """Keys under which training scripts keep a model's weights."""
+    return re.fullmatch(r"(?:model|state_dict|ema)(?:_ema|_state_dict)*|model_state", key) is not None
+
+
 def _download(source: str, revision: str | None) -> Path:
     """Folder of a hub model in the local cache, fetched if the hub is reachable."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith(".") or source.endswith(_ENDINGS):
         raise CheckpointError(f"{source} does not exist.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

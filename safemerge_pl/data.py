@@ -59,7 +59,7 @@ class StreamDataModule(L.LightningDataModule):
         tasks: Sequence[str],
         controls: Sequence[str] = (),
         order_seed: int | None = None,
-        batch_size: int = 64,
+        batch_size: int = 128,
         num_workers: int = 0,
         keep_in_memory: bool = False,
     ) -> None:
@@ -165,7 +165,7 @@ class ZooData(StreamDataModule):
         tasks: list[str] | int | None = None,
         controls: list[str] | None = None,
         order_seed: int | None = None,
-        batch_size: int = 64,
+        batch_size: int = 128,
         extra_zoo: str | None = None,
     ) -> None:
         self.zoo = Zoo(None if extra_zoo is None else Path(extra_zoo))

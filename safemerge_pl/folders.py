@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ def check_output(folder: Path, inputs: tuple[Path, ...] = ()) -> None:
         CheckpointError: if the folder holds something else, is or lies in an input, or cannot be written.
     """
     resolved = folder.resolve()
+    if resolved == Path.cwd() or resolved in Path.cwd().parents:
+        raise CheckpointError(f"the output {folder} is or holds the current folder; name another folder.")
     for source in inputs:
         if resolved == source.resolve() or source.resolve() in resolved.parents:
             raise CheckpointError(f"the output {folder} is or lies inside the input {source}; name another folder.")
@@ -54,6 +57,7 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     Files in an earlier ``folder`` that the earlier merge did not write are carried over.
     """
     check_output(folder)
+    folder = folder.resolve()  # behind a link: the link stays, its target is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
@@ -84,17 +88,17 @@ def write_model(staging: Path, base: Checkpoint, replaced: Mapping[str, Tensor],
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
-    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    storages: set[int] = set()
     for name in base:
         original = base[name]
         tensor = replaced.get(name, original)
         if original.is_floating_point():
             tensor = tensor.to(original.dtype if dtype == "same" else getattr(torch, dtype))
-        key = (original.data_ptr(), tuple(original.shape), original.stride())
-        if base.folder is None and name not in replaced and original.numel() and key in seen:
-            tensor = tensor.clone()  # a tied tensor in memory: safetensors stores no aliases
-        seen[key] = name
-        tensors[name] = tensor.contiguous()
+        tensor = tensor.contiguous()
+        if tensor.untyped_storage().data_ptr() in storages:
+            tensor = tensor.clone()  # a tied tensor or a view: safetensors stores no aliases
+        storages.add(tensor.untyped_storage().data_ptr())
+        tensors[name] = tensor
     save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
     if base.folder is not None:
         for path in sorted(base.folder.iterdir()):
@@ -117,8 +121,18 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     if not path.exists():
         raise CheckpointError(f"{folder} holds no {STATE_FILE}: it is not the output of a merge.")
-    state: dict[str, Any] = json.loads(path.read_text())
-    return state
+    try:
+        state = json.loads(path.read_text())
+        version = state["format"]
+        whole = version != 1 or {"reference", "merged", "method", "reports"} <= state.keys()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); fold again from the last whole output.") from error
+    if version != 1:
+        raise CheckpointError(f"{path} has format {version}, this version reads format 1; use a newer safemerge_pl.")
+    if not whole:
+        raise CheckpointError(f"{path} is incomplete; fold again from the last whole output.")
+    complete: dict[str, Any] = state
+    return complete
 
 
 def _carry_over(folder: Path, staging: Path) -> None:
@@ -136,6 +150,8 @@ def _carry_over(folder: Path, staging: Path) -> None:
 
 
 def _flush(path: Path) -> None:
+    """Give the file the permissions of the folder's place (safetensors writes for the owner alone), and sync it."""
+    path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -149,7 +165,7 @@ def _swap(staging: Path, folder: Path) -> None:
     folder.rename(old)
     try:
         staging.rename(folder)
-    except OSError:
+    except BaseException:
         old.rename(folder)
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -7,8 +7,9 @@ split into its parts and a transposed one is turned, so the merge does not depen
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -120,20 +121,37 @@ def select_layers(shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] |
         >>> [layer.name for layer in select_layers({"visual.transformer.resblocks.0.attn.in_proj_weight": (6, 2)})]
         ['vision.0.q', 'vision.0.k', 'vision.0.v']
     """
+    found = {
+        name: _layers_of(name, tuple(shapes[name]), keep_unknown=patterns is not None) for name in vision_only(shapes)
+    }
     for pattern in patterns or ():
-        if not fnmatch.filter(shapes, pattern):
-            raise ValueError(f"`layers` pattern {pattern!r} matches none of the {len(shapes)} parameters.")
-    layers: list[MergeLayer] = []
-    for name in vision_only(shapes):
-        if patterns is not None and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            continue
-        layers += _layers_of(name, tuple(shapes[name]), keep_unknown=patterns is not None)
+        if not any(found[name] for name in found if fnmatch.fnmatchcase(name, pattern)):
+            raise ValueError(
+                f"`layers` pattern {pattern!r} matches none of the {len(shapes)} parameters that can be merged."
+            )
+    layers = [
+        layer
+        for name, parts in found.items()
+        if patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        for layer in parts
+    ]
     if not layers:
         raise ValueError(
             f"none of the {len(shapes)} parameters is a layer of a known family (CLIP, open_clip, timm ViT, T5, Llama, "
             "GPT-2); name the matrices to merge with `layers`, e.g. ['*.q_proj.weight']."
         )
-    return layers
+    return _distinct(layers)
+
+
+def _distinct(layers: list[MergeLayer]) -> list[MergeLayer]:
+    """Two towers of one unknown kind would share canonical names; then the parameter's own name is taken."""
+    counts = Counter(layer.name for layer in layers)
+    return [
+        layer
+        if counts[layer.name] == 1
+        else replace(layer, name=f"{layer.parameter.removesuffix('.weight')}.{layer.name.rpartition('.')[2]}")
+        for layer in layers
+    ]
 
 
 def vision_only(names: Iterable[str]) -> list[str]:

@@ -5,6 +5,8 @@ A direction that does not exist (a matrix of lower rank, a zero matrix) is a **z
 can share one stack, and a product with a zero column contributes nothing to any projection or loss.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -93,7 +95,10 @@ def _right_singular(matrices: Tensor) -> tuple[Tensor, Tensor]:
     wide = matrices.double()
     try:
         eigenvalues, vectors = torch.linalg.eigh(wide.mT @ wide)
-    except RuntimeError:  # torch.linalg.LinAlgError, or a cuSOLVER failure
+    except RuntimeError as error:  # torch.linalg.LinAlgError, or a cuSOLVER failure
+        warnings.warn(
+            f"the eigensolver failed ({error}); the slower SVD takes its place.", RuntimeWarning, stacklevel=3
+        )
         _, values, right = _svd(wide)
         return values, right.mT
     return eigenvalues.flip(-1).clamp(min=0).sqrt(), vectors.flip(-1)

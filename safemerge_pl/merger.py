@@ -1,12 +1,13 @@
 """Fold fine-tuned models, one after another, into one merged model. Pure PyTorch."""
 
+import copy
 import importlib
 import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,69 +16,15 @@ from torch import Tensor
 
 from safemerge_pl import folders
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
+from safemerge_pl.fold_report import FoldReport, LayerReport, layer_rows
 from safemerge_pl.layers import MergeLayer, plan_stacks, select_layers
-from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
+from safemerge_pl.methods.base import MergeMethod, Stack
 from safemerge_pl.methods.safe_merge import SafeMerge
+from safemerge_pl.preflight import require_dtype, require_finite, require_fit, require_values
 
-__all__ = ["ContinualMerger", "FoldReport", "LayerReport", "require_fit"]
+__all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
 
 MASTER_FILE = "merge_master.safetensors"
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """What one fold did to one layer.
-
-    Attributes:
-        layer: canonical name.
-        kept_fraction: share of the task vector's entries that were merged.
-        loss_first: loss before the inner optimisation, ``None`` where there is none.
-        loss_last: loss after it.
-        task_norm: Frobenius norm of the task vector.
-        update_norm: Frobenius norm of what was added to the merged weights.
-    """
-
-    layer: str
-    kept_fraction: float
-    loss_first: float | None
-    loss_last: float | None
-    task_norm: float
-    update_norm: float
-
-
-@dataclass(frozen=True)
-class FoldReport:
-    """What one fold did.
-
-    Attributes:
-        task: name of the task.
-        index: its position in the stream, from 1.
-        source: where the incoming model came from.
-        incoming: SHA-256 of the incoming tensors that were merged.
-        merged: SHA-256 of the merged weights afterwards.
-        seconds: wall time, checks included.
-        kept_fraction: share of all entries that were merged.
-        losses: loss before every step of the inner optimisation and after the last, summed over layers.
-        layers: one row a layer.
-        notes: what the user should know (an unchanged task, a checkpoint folded before).
-    """
-
-    task: str
-    index: int
-    source: str
-    incoming: str
-    merged: str
-    seconds: float
-    kept_fraction: float
-    losses: tuple[float, ...]
-    layers: tuple[LayerReport, ...]
-    notes: tuple[str, ...]
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "FoldReport":
-        """Undo ``dataclasses.asdict``."""
-        layers = tuple(LayerReport(**layer) for layer in values["layers"])
-        return cls(**{**values, "layers": layers, "losses": tuple(values["losses"]), "notes": tuple(values["notes"])})
 
 
 class ContinualMerger:
@@ -119,7 +66,8 @@ class ContinualMerger:
         self._caches: dict[tuple[str, ...], dict[str, Tensor]] = {}
         with _exact_arithmetic(self.device):
             for name in self._parameters():
-                _require_finite(self.pretrained[name], name, self.pretrained.source)
+                require_dtype(self.pretrained, name)
+                require_finite(self.pretrained[name], name, self.pretrained.source)
             self.reference = self._hash({name: self.pretrained[name].float() for name in self._parameters()})
 
     @property
@@ -129,9 +77,12 @@ class ContinualMerger:
 
     @property
     def merged(self) -> dict[str, Tensor]:
-        """Every parameter of the merged model in float32, by the pretrained model's names; buffers as they are."""
+        """Copies of all merged parameters in float32, by the pretrained model's names; buffers as they are."""
         tensors = {name: self._merged.get(name, self.pretrained[name]) for name in self.pretrained}
-        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        return {
+            name: tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+            for name, tensor in tensors.items()
+        }
 
     def merged_parameters(self) -> dict[str, Tensor]:
         """Those parameters that the method merges, float32; not copies: do not change them."""
@@ -155,7 +106,7 @@ class ContinualMerger:
             CheckpointError: if the incoming model does not fit; nothing has changed then.
         """
         start = time.perf_counter()
-        state = self.method.state_dict()
+        state = copy.deepcopy(self.method.state_dict())
         try:
             with _exact_arithmetic(self.device):
                 names, checkpoint = self.check(incoming, task)
@@ -234,7 +185,7 @@ class ContinualMerger:
                 metadata={"format": "pt"},
             )
             (staging / folders.STATE_FILE).write_text(json.dumps(self.state_dict(), indent=1))
-            (staging / "README.md").write_text(_model_card(self, base, dtype))
+            (staging / "README.md").write_text(self._model_card(base, dtype))
         return folder
 
     @classmethod
@@ -312,6 +263,27 @@ class ContinualMerger:
         self._merged = merged
         self.reports = [FoldReport.from_dict(report) for report in state["reports"]]
 
+    def _model_card(self, base: Checkpoint, dtype: str) -> str:
+        """README of the written folder."""
+        lines = [
+            "# Merged model",
+            "",
+            f"Merged by safemerge_pl with {self.method.label} from `{base.source}`; weights stored as {dtype}.",
+            "Float32 masters and the state to continue from lie beside: `ContinualMerger.load(folder, pretrained)`.",
+            "",
+            "| # | task | incoming model | SHA-256 of its merged layers | kept |",
+            "|---|---|---|---|---|",
+            *(
+                f"| {r.index} | {r.task} | `{r.source}` | `{r.incoming[:16]}` | {r.kept_fraction:.1%} |"
+                for r in self.reports
+            ),
+            "",
+            f"Merged layers: `{self.fingerprint()}`. Pretrained layers: `{self.reference}`.",
+            "",
+            "Settings: " + ", ".join(f"{key}={value}" for key, value in self.method.settings().items()) + ".",
+        ]
+        return "\n".join(lines) + "\n"
+
     def _parameters(self) -> list[str]:
         """Names of the parameters that hold the selected layers, each once."""
         return list(dict.fromkeys(layer.parameter for layer in self.layers))
@@ -337,15 +309,17 @@ class ContinualMerger:
                 result = self.method.fold_stack(stack)
             except (ArithmeticError, RuntimeError, ValueError) as error:
                 raise CheckpointError(f"layers {layers[0].name} to {layers[-1].name}: {error}") from error
-            for layer, matrix in zip(layers, result.merged, strict=True):
-                if not torch.isfinite(matrix).all():
+            stack_rows = layer_rows(stack, result)
+            for layer, row, matrix in zip(layers, stack_rows, result.merged, strict=True):
+                if not (torch.isfinite(matrix).all() and row.sound):
                     raise CheckpointError(
-                        f"layer {layer.name}: the merged weights are not finite; its task vector or `lr` is too large."
+                        f"layer {layer.name}: scores, loss or merged weights are not finite; its task vector (norm "
+                        f"{row.task_norm:.3g}) or `lr` is too large."
                     )
                 if layer.parameter not in staged:
                     staged[layer.parameter] = self._current(layer.parameter).clone()
                 layer.view(staged[layer.parameter]).copy_(matrix)
-            rows |= {row.layer: row for row in _layer_rows(stack, result)}
+            rows |= {row.layer: row for row in stack_rows}
             if result.losses is not None:
                 summed = result.losses.double().sum(1).tolist()
                 losses = [a + b for a, b in zip(losses, summed, strict=True)] if losses else summed
@@ -374,60 +348,6 @@ class ContinualMerger:
                 yield f"the same weights were folded before, as '{earlier.task}'"
 
 
-def require_fit(
-    pretrained: Checkpoint, parameters: Sequence[str], incoming: Checkpoint, *, values: bool = True
-) -> dict[str, str]:
-    """See that every parameter to merge is in an incoming model, with the right shape and a dtype that can be merged.
-
-    Args:
-        pretrained: the model all others were fine-tuned from.
-        parameters: its names of the parameters to merge.
-        incoming: the model to merge.
-        values: also read the tensors and look for NaN and Inf; otherwise headers only.
-
-    Returns:
-        The incoming name of each parameter.
-
-    Raises:
-        CheckpointError: naming the tensor and the remedy.
-    """
-    names = match_names(parameters, incoming)
-    for name, theirs in names.items():
-        if incoming.shape(theirs) != pretrained.shape(name):
-            raise CheckpointError(
-                f"{incoming.source}: `{theirs}` has shape {incoming.shape(theirs)}, the pretrained model's "
-                f"`{name}` has {pretrained.shape(name)}: is it a fine-tune of this model?"
-            )
-        if not incoming.dtype(theirs).is_floating_point:
-            raise CheckpointError(
-                f"{incoming.source}: `{theirs}` is {incoming.dtype(theirs)}, a quantised or packed weight; "
-                "give the model in float32, bfloat16 or float16."
-            )
-        if values:
-            _require_finite(incoming[theirs], theirs, incoming.source)
-    return names
-
-
-def _layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
-    """One device synchronisation a stack, after its work is queued."""
-    count = len(stack.layers)
-    kept = torch.ones(count) if result.kept_fraction is None else result.kept_fraction
-    first, last = (None, None) if result.losses is None else (result.losses[0].tolist(), result.losses[-1].tolist())
-    task_norms = stack.task_vector.square().sum((1, 2)).sqrt().tolist()
-    update_norms = (result.merged - stack.merged).square().sum((1, 2)).sqrt().tolist()
-    return [
-        LayerReport(
-            layer=stack.layers[row],
-            kept_fraction=kept[row].item(),
-            loss_first=None if first is None else first[row],
-            loss_last=None if last is None else last[row],
-            task_norm=task_norms[row],
-            update_norm=update_norms[row],
-        )
-        for row in range(count)
-    ]
-
-
 @contextmanager
 def _exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Full float32 whatever surrounds the call: no autocast, no TF32, no inference mode, no graph."""
@@ -445,17 +365,11 @@ def _snapshot(pretrained: Source) -> Checkpoint:
     checkpoint = open_checkpoint(pretrained)
     if isinstance(pretrained, (str, Path, Checkpoint)):
         return checkpoint
-    copy = open_checkpoint({name: checkpoint[name].detach().cpu().clone() for name in checkpoint})
-    copy.source = checkpoint.source
-    return copy
-
-
-def _require_finite(tensor: Tensor, name: str, source: str) -> None:
-    bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-    if bad:
-        raise CheckpointError(
-            f"{source}: `{name}` has {bad} NaN or Inf among {tensor.numel()} values; retrain or repair it."
-        )
+    for name in checkpoint:
+        require_values(checkpoint[name], name, checkpoint.source)
+    snapshot = open_checkpoint({name: checkpoint[name].detach().cpu().clone() for name in checkpoint})
+    snapshot.source = checkpoint.source
+    return snapshot
 
 
 def _rebuild_method(saved: dict[str, Any]) -> MergeMethod:
@@ -465,25 +379,3 @@ def _rebuild_method(saved: dict[str, Any]) -> MergeMethod:
         raise CheckpointError(f"the merge was made with {saved['class_path']}; pass that method as `method`.")
     method: MergeMethod = getattr(importlib.import_module(module), name)(**saved["init_args"])
     return method
-
-
-def _model_card(merger: ContinualMerger, base: Checkpoint, dtype: str) -> str:
-    """README of the written folder."""
-    lines = [
-        "# Merged model",
-        "",
-        f"Merged by safemerge_pl with {merger.method.label} from `{base.source}`; weights stored as {dtype}.",
-        "Float32 masters and the state to continue from lie beside: `ContinualMerger.load(folder, pretrained)`.",
-        "",
-        "| # | task | incoming model | SHA-256 of its merged layers | kept |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {r.index} | {r.task} | `{r.source}` | `{r.incoming[:16]}` | {r.kept_fraction:.1%} |"
-            for r in merger.reports
-        ),
-        "",
-        f"Merged layers: `{merger.fingerprint()}`. Pretrained layers: `{merger.reference}`.",
-        "",
-        "Settings: " + ", ".join(f"{key}={value}" for key, value in merger.method.settings().items()) + ".",
-    ]
-    return "\n".join(lines) + "\n"

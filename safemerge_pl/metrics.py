@@ -1,5 +1,6 @@
 """Metrics of a merge stream as torchmetrics classes over :mod:`safemerge_pl.functional`."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,21 @@ from safemerge_pl import functional
 __all__ = ["AccuracyMatrix", "AverageAccuracy", "BackwardTransfer", "GeneralAverage", "HScore"]
 
 
-class AccuracyMatrix(Metric):
+class _StreamMetric(Metric):
+    """A metric of a few exact numbers: its states stay on the CPU in float64, wherever the module goes."""
+
+    full_state_update = True
+    is_differentiable = False
+    higher_is_better = True
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(sync_on_compute=False, **kwargs)
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "_StreamMetric":
+        return self
+
+
+class AccuracyMatrix(_StreamMetric):
     """Accuracy of every task after every merge, and of every control set after every merge.
 
     The values must already be equal on all processes (each comes from its own synchronised accuracy metric), so the
@@ -34,19 +49,18 @@ class AccuracyMatrix(Metric):
         {'ACC': 0.75, 'BWT': -0.2, 'Gen': 0.4, 'H': 0.5217}
     """
 
-    full_state_update = True
-    is_differentiable = False
-    higher_is_better = True
     accuracy: Tensor
     general: Tensor
 
     def __init__(self, tasks: Sequence[str], controls: Sequence[str] = (), **kwargs: Any) -> None:
-        super().__init__(sync_on_compute=False, **kwargs)
+        super().__init__(**kwargs)
         self.tasks, self.controls = tuple(tasks), tuple(controls)
+        twins = [name for name, count in Counter((*tasks, *controls)).items() if count > 1]
+        if twins:
+            raise ValueError(f"`tasks` and `controls` must have distinct names, got {', '.join(twins)} more than once.")
         t, g = len(self.tasks), len(self.controls)
         self.add_state("accuracy", torch.full((t, t), torch.nan, dtype=torch.float64), persistent=True)
         self.add_state("general", torch.full((t, g), torch.nan, dtype=torch.float64), persistent=True)
-        self.set_dtype(torch.float64)
 
     def update(self, step: int, accuracies: Mapping[str, float | Tensor]) -> None:
         """Enter the row of one merge.
@@ -57,16 +71,17 @@ class AccuracyMatrix(Metric):
         """
         if not 1 <= step <= len(self.tasks):
             raise ValueError(f"`step` must be in [1, {len(self.tasks)}], got {step}.")
-        for name, value in accuracies.items():
-            share = float(value)
+        shares = {name: float(value) for name, value in accuracies.items()}
+        for name, share in shares.items():
             if not 0.0 <= share <= 1.0:
                 raise ValueError(f"the accuracy of '{name}' must be in [0, 1], got {share}.")
+            if name not in self.tasks and name not in self.controls:
+                raise ValueError(f"'{name}' is neither a task ({', '.join(self.tasks)}) nor a control set.")
+        for name, share in shares.items():
             if name in self.tasks:
                 self.accuracy[step - 1, self.tasks.index(name)] = share
-            elif name in self.controls:
-                self.general[step - 1, self.controls.index(name)] = share
             else:
-                raise ValueError(f"'{name}' is neither a task ({', '.join(self.tasks)}) nor a control set.")
+                self.general[step - 1, self.controls.index(name)] = share
 
     def compute(self) -> dict[str, Tensor]:
         """ACC, BWT, Gen. and H after the last merge that was entered; NaN where a value is undefined."""
@@ -86,19 +101,19 @@ class AccuracyMatrix(Metric):
         gen = functional.general_average(row)
         return {"ACC": acc, "BWT": bwt, "Gen": gen, "H": functional.h_score(acc, gen)}
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._computed, self._update_count = None, self.steps  # else computing before an update warns
 
-class _MatrixMetric(Metric):
+
+class _MatrixMetric(_StreamMetric):
     """A number of the stream that is fed with whole matrices."""
 
-    full_state_update = True
-    is_differentiable = False
-    higher_is_better = True
     value: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(sync_on_compute=False, **kwargs)
+        super().__init__(**kwargs)
         self.add_state("value", torch.tensor(torch.nan, dtype=torch.float64))
-        self.set_dtype(torch.float64)
 
     def compute(self) -> Tensor:
         """The value of the last update."""

@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 from torchmetrics.classification import MulticlassAccuracy
 
 from safemerge_pl.backbones import Backbone, CLIPBackbone, build_backbone
+from safemerge_pl.cores import forward_on_cores
 from safemerge_pl.data import StreamDataModule
 from safemerge_pl.heads import zero_shot_head
 from safemerge_pl.metrics import AccuracyMatrix
@@ -87,7 +88,7 @@ class ContinualMergeModule(L.LightningModule):
             ``(N, classes)`` in ``[-1, 1]``.
         """
         head = self._heads[name] = self._heads[name].to(pixels.device)
-        return normalize(self.backbone(pixels).float(), dim=-1) @ head.T
+        return normalize(forward_on_cores(self.backbone, pixels).float(), dim=-1) @ head.T
 
     def configure_optimizers(self) -> None:
         """No optimiser: nothing is trained."""
@@ -209,13 +210,6 @@ class ContinualMergeModule(L.LightningModule):
         elif (current.tasks, current.controls) != (tuple(saved["tasks"]), tuple(saved["controls"])):
             grown = _grown(state, saved, current.tasks, current.controls)
             state["matrix.accuracy"], state["matrix.general"] = grown
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load weights and matrix; the matrix then counts as filled."""
-        result = super().load_state_dict(state_dict, *args, **kwargs)
-        if self.matrix is not None and self.matrix.steps:
-            self.matrix._update_count = self.matrix.steps  # else torchmetrics warns that compute precedes update
-        return result
 
     def _grow_matrix(self, tasks: Sequence[str], controls: Sequence[str]) -> None:
         old = self.matrix

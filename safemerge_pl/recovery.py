@@ -40,8 +40,9 @@ def initial_factors(layers: Sequence[str], recovery_rank: int, d_in: int, *, see
     factors = []
     for layer in layers:
         digest = hashlib.sha256(f"{seed}/{index}/{layer}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        factors.append(torch.randn(recovery_rank, d_in, generator=generator) * 0.02)
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        noise = torch.randn(recovery_rank, d_in, generator=generator, dtype=torch.float32, device="cpu")
+        factors.append(noise * 0.02)
     return torch.stack(factors)
 
 

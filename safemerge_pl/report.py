@@ -152,8 +152,12 @@ def write_text(path: Path, text: str) -> None:
     """Write a file under a temporary name and rename it: a reader never sees a half."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: Report) -> None:

@@ -209,9 +209,7 @@ def test_resume_refuses_what_changed(
         module, small_data(), make_trainer(merge_callback(), max_epochs=2), tmp_path / "two.ckpt"
     )
     with pytest.raises(MisconfigurationException, match=message):
-        make_trainer(merge_callback(**merge_args)).fit(
-            ContinualMergeModule(), small_data(**data_args), ckpt_path=path
-        )
+        make_trainer(merge_callback(**merge_args)).fit(ContinualMergeModule(), small_data(**data_args), ckpt_path=path)
 
 
 def test_resume_with_a_longer_stream_and_without_the_callback(
@@ -497,9 +495,7 @@ def test_a_row_cut_short_is_refused(
         make_trainer(merge_callback()).fit(module, small_data())
 
 
-def test_broken_weights_stop_the_evaluation(
-    module: ContinualMergeModule, small_data: Make, make_trainer: Make
-) -> None:
+def test_broken_weights_stop_the_evaluation(module: ContinualMergeModule, small_data: Make, make_trainer: Make) -> None:
     """A14: NaN logits are no answer."""
     module.configure_model()
     with torch.no_grad():

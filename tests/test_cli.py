@@ -110,7 +110,9 @@ def test_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     killed.mkdir()
     command = [sys.executable, "-m", "safemerge_pl", "fit", "--config", "tiny.yaml", *QUICK]
-    process = subprocess.Popen(command, cwd=killed, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=killed, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 240
     while not list(killed.glob("runs/tiny/version_0/checkpoints/*.ckpt")):
         assert process.poll() is None
@@ -173,4 +175,7 @@ def test_processes_that_the_trainer_does_not_know_of_are_refused(tmp_path: Path)
     extra = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     run = subprocess.run(command, cwd=tmp_path, env=environment() | extra, capture_output=True, text=True, check=False)
     assert run.returncode == 1
-    assert "2 processes were started, but the trainer uses 1; add --trainer.devices 2 --trainer.strategy ddp." in run.stderr
+    assert (
+        "2 processes were started, but the trainer uses 1; add --trainer.devices 2 --trainer.strategy ddp."
+        in run.stderr
+    )

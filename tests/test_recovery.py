@@ -285,14 +285,11 @@ def float64_by_default() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-GLOBAL_DEFAULTS = pytest.mark.xfail(strict=True, reason="initial_factors draws in the global default dtype and device")
-
-
 @pytest.mark.parametrize(
     "context",
     [
-        pytest.param(float64_by_default, marks=GLOBAL_DEFAULTS),
-        pytest.param(lambda: torch.device("meta"), marks=GLOBAL_DEFAULTS, id="another device"),
+        float64_by_default,
+        pytest.param(lambda: torch.device("meta"), id="another device"),
     ],
 )
 def test_start_does_not_depend_on_default_dtype_and_device(context: Callable[[], AbstractContextManager[Any]]) -> None:

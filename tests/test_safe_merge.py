@@ -18,15 +18,16 @@ from safemerge_pl.methods import MergeMethod, SafeMerge, Stack, StackResult, saf
 from safemerge_pl.recovery import initial_factors
 
 ZOO = Path(safemerge_pl.__file__).parent / "zoo" / "files"
-SMALL: dict[str, Any] = {"scoring_rank": 6, "recovery_rank": 4, "task_rank": 3, "num_steps": 8}
+SMALL: dict[str, Any] = {"scoring_rank": 4, "recovery_rank": 3, "task_rank": 2, "num_steps": 8}
 EPS = {torch.float32: FLOAT32_EPS, torch.float64: FLOAT64_EPS}
 
 # How far the package may be from the float64 twin: relative Frobenius error of the update where both masks agree,
 # relative error of every loss, share of mask entries that may differ. Measured over all cases below (x86, torch 2.14):
-# float64 2.2e-14, 1.5e-14 and no entry; float32 2.8e-6 (lr=0.1; 1.6e-6 else), 1.9e-6 and no entry. A float32 risk
-# within rounding of the threshold can fall on the other side, so float32 is allowed one entry in a thousand.
-UPDATE_ERROR = {torch.float64: 1e-12, torch.float32: 3e-5}
-LOSS_ERROR = {torch.float64: 1e-12, torch.float32: 2e-5}
+# float64 1.5e-14, 3.1e-15 and no entry; float32 8.6e-6, 5.1e-7 and no entry. The 8.6e-6 is the rounding of the merged
+# weight that tiny updates (1e-4) are read back from; without that case it is 3.1e-6, on the zoo's weights. A float32
+# risk within rounding of the threshold can fall on the other side, so one entry in a thousand may.
+UPDATE_ERROR = {torch.float64: 1e-12, torch.float32: 5e-5}
+LOSS_ERROR = {torch.float64: 1e-12, torch.float32: 1e-5}
 MASK_ERROR = {torch.float64: 0.0, torch.float32: 1e-3}
 
 
@@ -118,7 +119,7 @@ def assert_equals_twin(
         error = (update_of(stack, result)[layer] - twin_update) * agree
         assert error.norm() <= UPDATE_ERROR[dtype] * twin_update.norm()
         assert (result.losses is None) == (twin_losses is None)
-        if result.losses is not None:
+        if result.losses is not None and twin_losses is not None:
             assert torch.allclose(result.losses[:, layer].double(), twin_losses, rtol=LOSS_ERROR[dtype], atol=0)
         merged.append(twin_merged)
     return torch.stack(merged)
@@ -177,7 +178,8 @@ def test_two_real_tasks_equal_algorithm_1(names: tuple[str, Any], dtype: torch.d
     weights = [load_file(folder / "model.safetensors") for folder in files]
     pretrained, *tasks = (torch.stack([tensors[name].to(dtype) for name in parameters]) for tensors in weights)
     method = SafeMerge(keep_ratio=0.3, scoring_rank=21, recovery_rank=11, task_rank=2, num_steps=15)
-    merged, twin_merged, cache = pretrained, pretrained, {}
+    merged, twin_merged = pretrained, pretrained
+    cache: dict[str, Tensor] = {}
     for index, incoming in enumerate(tasks, start=1):
         stack = Stack(tuple(parameters), index, pretrained, merged, incoming, cache)
         result = method.fold_stack(stack)
@@ -373,7 +375,6 @@ def test_zero_task_vector_changes_nothing(index: int, dtype: torch.dtype) -> Non
     assert result.losses[:, 0].all()
 
 
-@pytest.mark.xfail(strict=True, reason="-0.0 + 0.0 is +0.0: the value stays, its sign bit does not")
 def test_zero_task_vector_keeps_negative_zeros() -> None:
     """F3, bit for bit: hashes of an unchanged layer must not change either."""
     stack = make_stack(dtype=torch.float32)
@@ -407,13 +408,13 @@ def test_ranks_above_both_sides_are_clamped(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_task_vector_of_lower_rank_than_asked(dtype: torch.dtype, masks: list[Tensor]) -> None:
-    """F7: changes of rank 2 (merged LoRA adapters) under a scoring rank of 6 and a task rank of 3."""
+    """F7: changes of rank 2 (merged LoRA adapters) under a scoring rank of 4 and a task rank of 3."""
     stack = make_stack()
     merged, incoming = (
         stack.pretrained + 0.02 * randn(2, 16, 2, seed=seed) @ randn(2, 2, 12, seed=seed + 1) for seed in (5, 7)
     )
     stack = edit(stack, pretrained=stack.pretrained.to(dtype), merged=merged.to(dtype), incoming=incoming.to(dtype))
-    method = SafeMerge(**SMALL)
+    method = SafeMerge(**{**SMALL, "task_rank": 3})
     result = method.fold_stack(stack)
     assert_equals_twin(method, stack, result, masks[0])
     lower = SafeMerge(**{**SMALL, "task_rank": 2}).fold_stack(stack)  # the third direction does not exist
@@ -439,7 +440,7 @@ def test_repeated_singular_values_of_the_pretrained_weight(masks: list[Tensor]) 
     pretrained.diagonal(dim1=1, dim2=2).copy_(torch.tensor([2.0] * 6 + [1.0] * 6))
     change = make_stack().task_vector
     stack = edit(make_stack(), pretrained=pretrained, merged=pretrained - 0.5 * change, incoming=pretrained + change)
-    method = SafeMerge(**SMALL)
+    method = SafeMerge(**{**SMALL, "scoring_rank": 6})
     assert_equals_twin(method, stack, method.fold_stack(stack), masks[0])
 
 
@@ -486,10 +487,10 @@ def test_huge_task_vector_stays_finite(scale: float, masks: list[Tensor]) -> Non
     result = SafeMerge(**{**SMALL, "num_steps": 50}).fold_stack(stack)
     assert result.losses is not None
     assert torch.isfinite(result.losses).all()
-    # |B| <= 50 lr and |A| <= 0.1 + 50 lr with room for Adam's momentum: |C| <= 4 * (2 * 0.05) * (0.1 + 2 * 0.05).
+    # |B| <= 50 lr and |A| <= 0.1 + 50 lr with room for Adam's momentum: |C| <= 3 * (2 * 0.05) * (0.1 + 2 * 0.05).
     correction = update_of(stack, result) - masks[0] * stack.task_vector.double()
     rounding = 2 * FLOAT32_EPS * stack.task_vector.abs().max()
-    assert correction.abs().max() <= 0.08 + rounding
+    assert correction.abs().max() <= 0.06 + rounding
 
 
 @dataclass
@@ -511,6 +512,7 @@ class Failing:
 @pytest.mark.parametrize(
     "error", [torch.linalg.LinAlgError("failed to converge"), RuntimeError("CUSOLVER_STATUS_INVALID_VALUE")]
 )
+@pytest.mark.filterwarnings("ignore:the eigensolver failed")
 @pytest.mark.parametrize("solver", ["eigh", "svd"])
 def test_a_solver_that_fails_once_does_not_change_the_merge(
     solver: str, error: Exception, monkeypatch: pytest.MonkeyPatch, masks: list[Tensor]
@@ -543,6 +545,8 @@ def test_a_solver_that_fails_once_does_not_change_the_merge(
         ("regularization", float("inf"), r"`regularization` must be a finite number of at least 0, got inf\."),
         ("num_steps", -1, r"`num_steps` must be a finite number of at least 0, got -1\."),
         ("utility_weight", float("nan"), r"`utility_weight` must be a finite number of at least 0, got nan\."),
+        ("task_rank", 2.5, r"`task_rank` must be a whole number, got 2.5\."),
+        ("num_steps", 2.5, r"`num_steps` must be a whole number, got 2.5\."),
         ("lr", 0.0, r"`lr` must be a finite number above 0, got 0.0\."),
         ("lr", float("inf"), r"`lr` must be a finite number above 0, got inf\."),
         ("keep", "middle", r"`keep` must be 'low' or 'high', got 'middle'\."),

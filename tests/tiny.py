@@ -4,19 +4,47 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from safemerge_pl.methods import SafeMerge
+from safemerge_pl.checkpoints import Source
+from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import MergeMethod, SafeMerge, Stack, StackResult
 
 Tensors = dict[str, Tensor]
-VISION = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 8}
-TEXT = VISION | {"num_hidden_layers": 1, "vocab_size": 16, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1}
+VISION = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "projection_dim": 8,
+}
+TEXT = VISION | {
+    "num_hidden_layers": 1,
+    "vocab_size": 16,
+    "max_position_embeddings": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FC1 = "encoder.layers.0.mlp.fc1.weight"
 CLIP_NAMES = [f"vision.{layer}.{part}" for layer in range(2) for part in ("q", "k", "v", "out", "up")]
+
+
+@dataclass
+class Add(MergeMethod):
+    """Adds task vectors; its result can be worked out by hand."""
+
+    label = "Add"
+    scaling: float = 1.0
+
+    def fold_stack(self, stack: Stack) -> StackResult:
+        return StackResult(stack.merged + self.scaling * stack.task_vector)
 
 
 def fast_method(**settings: Any) -> SafeMerge:
@@ -25,7 +53,7 @@ def fast_method(**settings: Any) -> SafeMerge:
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def tower(prefix: str = "", *, layers: int = 2, width: int = 8, dtype: torch.dtype = torch.float32) -> Tensors:
@@ -52,7 +80,9 @@ def tuned(tensors: Mapping[str, Tensor], seed: int, scale: float = 0.01) -> Tens
     found = {}
     for i, (name, tensor) in enumerate(tensors.items()):
         noise = scale * randn(*tensor.shape, seed=1000 * seed + i)
-        found[name] = (tensor.detach().float() + noise).to(tensor.dtype) if tensor.is_floating_point() else tensor.clone()
+        found[name] = (
+            (tensor.detach().float() + noise).to(tensor.dtype) if tensor.is_floating_point() else tensor.clone()
+        )
     return found
 
 
@@ -75,6 +105,62 @@ def folder_of(path: Path, tensors: Mapping[str, Tensor], **files: Any) -> Path:
     return path
 
 
+def as_file(tensors: Tensors, path: Path) -> Path:
+    save_file(tensors, path.with_suffix(".safetensors"))
+    return path.with_suffix(".safetensors")
+
+
+def fresh(pretrained: Source | None = None, **settings: Any) -> ContinualMerger:
+    return ContinualMerger(tower() if pretrained is None else pretrained, fast_method(**settings))
+
+
+def folded(*seeds: int, pretrained: Tensors | None = None, **settings: Any) -> ContinualMerger:
+    base = tower() if pretrained is None else pretrained
+    merger = fresh(base, **settings)
+    for seed in seeds:
+        merger.fold(tuned(base, seed), f"task{seed}")
+    return merger
+
+
+def assert_same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
+    """Equal bit for bit: names, dtypes, shapes, values (and the sign of zero)."""
+    assert sorted(left) == sorted(right)
+    for name, tensor in left.items():
+        other = right[name]
+        assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape), name
+        assert torch.equal(tensor, other), name
+        if tensor.is_floating_point():
+            assert torch.equal(tensor.signbit(), other.signbit()), name
+
+
+def copied(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def refuse_to_read(monkeypatch: Any) -> None:
+    """From now on the header of a safetensors file can be looked at, but no tensor can be read."""
+    real = safetensors.safe_open
+
+    class HeaderOnly:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.handle = real(*args, **kwargs)
+
+        def __enter__(self) -> "HeaderOnly":
+            self.handle.__enter__()
+            return self
+
+        def __exit__(self, *exception: Any) -> None:
+            self.handle.__exit__(*exception)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.handle, name)
+
+        def get_tensor(self, name: str) -> Tensor:
+            raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(safetensors, "safe_open", HeaderOnly)
+
+
 def hf_vision() -> nn.Module:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
@@ -93,7 +179,15 @@ def hf_clip() -> nn.Module:
 def hf_t5(feed_forward: str = "gated-gelu", **settings: Any) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"d_model": 8, "d_ff": 16, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 2, "d_kv": 4, "vocab_size": 16}
+    sizes = {
+        "d_model": 8,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_decoder_layers": 1,
+        "num_heads": 2,
+        "d_kv": 4,
+        "vocab_size": 16,
+    }
     with seeded():
         return T5ForConditionalGeneration(T5Config(**sizes, feed_forward_proj=feed_forward, **settings)).eval()
 
@@ -109,9 +203,17 @@ def hf_llama() -> nn.Module:
 def hf_mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16, "num_local_experts": 4}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "vocab_size": 16,
+        "num_local_experts": 4,
+    }
     with seeded():
-        return MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=4)).eval()
+        return MixtralForCausalLM(
+            MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=4)
+        ).eval()
 
 
 def hf_gpt2() -> nn.Module:

@@ -1,5 +1,6 @@
 """Write what a stream measured: after every merge, and finished at the end."""
 
+import os
 import shlex
 import sys
 import time
@@ -13,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from safemerge_pl import report as reports
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.references import ReferenceRows
+from safemerge_pl.cli import config_folder
 from safemerge_pl.data import StreamDataModule
 from safemerge_pl.module import ContinualMergeModule
 
@@ -112,7 +114,7 @@ class StreamReport(L.Callback):
             "method": {"name": merge.method.label, "settings": merge.method.settings()},
             "references": {} if references is None else references.rows,
             "steps": self.steps,
-            "command": shlex.join(Path(arg).name if i == 0 else arg for i, arg in enumerate(sys.argv)),
+            "command": _command(),
             "seconds": round(self._seconds(), 1),
             "peak_memory_mib": reports.peak_memory_mib(),
             "merged": self.steps[-1]["merged"] if self.steps else None,
@@ -151,6 +153,12 @@ class StreamReport(L.Callback):
             if isinstance(logger, TensorBoardLogger):
                 logger.log_hyperparams(settings, scores)
                 logger.save()
+
+
+def _command() -> str:
+    """The command line, with packaged configurations by their bare names."""
+    packaged = f"{config_folder()}{os.sep}"
+    return shlex.join([Path(sys.argv[0]).name, *(argument.replace(packaged, "") for argument in sys.argv[1:])])
 
 
 def run_folder(trainer: L.Trainer, folder: str | None = None) -> Path:

@@ -67,6 +67,9 @@ class SafeMerge(MergeMethod):
         for name in ("scoring_rank", "recovery_rank", "task_rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        for name in ("scoring_rank", "recovery_rank", "task_rank", "num_steps", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"`{name}` must be a whole number, got {getattr(self, name)}.")
         for name in ("regularization", "num_steps", "utility_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"`{name}` must be a finite number of at least 0, got {getattr(self, name)}.")
@@ -94,7 +97,8 @@ class SafeMerge(MergeMethod):
             correction, losses = self._recover(stack, mask, task_directions[:, :, : self.task_rank])
             update += correction
         kept = mask.sum((1, 2)) / mask[0].numel()
-        return StackResult(stack.merged + update, kept, losses)
+        merged = torch.where(update == 0, stack.merged, stack.merged + update)  # -0.0 + 0.0 would be +0.0
+        return StackResult(merged, kept, losses)
 
     def _mask(self, stack: Stack, task_directions: Tensor) -> Tensor:
         """Step 1: the keep mask ``(L, d_out, d_in)`` from the directions ``(L, d_in, r_p)`` of the task vector."""

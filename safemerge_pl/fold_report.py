@@ -1,0 +1,93 @@
+"""What one fold did, layer by layer."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from safemerge_pl.methods.base import Stack, StackResult
+
+__all__ = ["FoldReport", "LayerReport", "layer_rows"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one fold did to one layer.
+
+    Attributes:
+        layer: canonical name.
+        kept_fraction: share of the task vector's entries that were merged.
+        loss_first: loss before the inner optimisation, ``None`` where there is none.
+        loss_last: loss after it.
+        task_norm: Frobenius norm of the task vector.
+        update_norm: Frobenius norm of what was added to the merged weights.
+    """
+
+    layer: str
+    kept_fraction: float
+    loss_first: float | None
+    loss_last: float | None
+    task_norm: float
+    update_norm: float
+
+    @property
+    def sound(self) -> bool:
+        """Whether anything was kept and all numbers are finite; an overflow shows here."""
+        numbers = (self.loss_first or 0.0, self.loss_last or 0.0, self.task_norm, self.update_norm)
+        return self.kept_fraction > 0 and all(map(math.isfinite, numbers))
+
+
+@dataclass(frozen=True)
+class FoldReport:
+    """What one fold did.
+
+    Attributes:
+        task: name of the task.
+        index: its position in the stream, from 1.
+        source: where the incoming model came from.
+        incoming: SHA-256 of the incoming tensors that were merged.
+        merged: SHA-256 of the merged weights afterwards.
+        seconds: wall time, checks included.
+        kept_fraction: share of all entries that were merged.
+        losses: loss before every step of the inner optimisation and after the last, summed over layers.
+        layers: one row a layer.
+        notes: what the user should know (an unchanged task, a checkpoint folded before).
+    """
+
+    task: str
+    index: int
+    source: str
+    incoming: str
+    merged: str
+    seconds: float
+    kept_fraction: float
+    losses: tuple[float, ...]
+    layers: tuple[LayerReport, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "FoldReport":
+        """Undo ``dataclasses.asdict``."""
+        layers = tuple(LayerReport(**layer) for layer in values["layers"])
+        return cls(**{**values, "layers": layers, "losses": tuple(values["losses"]), "notes": tuple(values["notes"])})
+
+
+def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
+    """A row a layer of one stack; synchronises the device a few times, after the stack's work is queued."""
+    count = len(stack.layers)
+    kept = torch.ones(count) if result.kept_fraction is None else result.kept_fraction
+    first, last = (None, None) if result.losses is None else (result.losses[0].tolist(), result.losses[-1].tolist())
+    task_norms = stack.task_vector.square().sum((1, 2)).sqrt().tolist()
+    update_norms = (result.merged - stack.merged).square().sum((1, 2)).sqrt().tolist()
+    return [
+        LayerReport(
+            layer=stack.layers[row],
+            kept_fraction=kept[row].item(),
+            loss_first=None if first is None else first[row],
+            loss_last=None if last is None else last[row],
+            task_norm=task_norms[row],
+            update_norm=update_norms[row],
+        )
+        for row in range(count)
+    ]
