@@ -341,11 +341,11 @@ def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     """Tensors of a torch file, by the weights-only loader alone."""
     _refuse_impostor(path)
-    archive = zipfile.is_zipfile(path)
-    if archive and _is_torchscript(path):
+    entries = _zip_entries(path)
+    if any("/code/" in name for name in entries):
         raise CheckpointError(f"{path} is a TorchScript archive, a program; save the module's state dict instead.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=bool(entries))
     except Exception as error:  # every refusal of the loader is the same to the user: it is not plain tensors
         kind = re.search(r"GLOBAL ([\w.]+)", str(error))
         reason = f"it holds a {kind[1]}" if kind else f"damaged, or not written by torch.save: {type(error).__name__}"
@@ -356,11 +356,12 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     return _tensors_of(content, str(path))
 
 
-def _is_torchscript(path: Path) -> bool:
+def _zip_entries(path: Path) -> list[str]:
+    """Names inside a zip archive; none for anything else, and for a damaged one, which the loader refuses."""
     try:
-        return any("/code/" in name for name in zipfile.ZipFile(path).namelist())
-    except (ValueError, zipfile.BadZipFile):  # damaged: the loader will say so
-        return False
+        return zipfile.ZipFile(path).namelist()
+    except (ValueError, NotImplementedError, OSError, zipfile.BadZipFile):
+        return []
 
 
 def _tensors_of(content: Any, source: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
-__all__ = ["complement_basis", "numerical_rank_tolerance", "right_singular_basis"]
+__all__ = ["complement_basis", "numerical_rank_tolerance", "polar_factor", "right_singular_basis", "thin_svd"]
 
 
 def numerical_rank_tolerance(shape: tuple[int, ...], dtype: torch.dtype) -> float:
@@ -85,6 +85,37 @@ def complement_basis(vectors: Tensor, basis: Tensor) -> Tensor:
     left, values, _ = _svd(residual)
     tolerance = numerical_rank_tolerance(tuple(vectors.shape), vectors.dtype)
     return torch.where((values > tolerance)[:, None, :], left, 0.0).to(vectors.dtype)
+
+
+def thin_svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Thin SVD in double precision: ``U (L, d_out, k)``, ``S (L, k)``, ``V (L, d_in, k)`` with ``k = min(d_out, d_in)``.
+
+    Example:
+        >>> u, s, v = thin_svd(torch.tensor([[[0.0, 2.0]]]))
+        >>> s.tolist(), ((u * s[:, None]) @ v.mT).tolist()
+        ([[2.0]], [[[0.0, 2.0]]])
+    """
+    u, s, vh = _svd(matrices.double())
+    return u, s, vh.mT
+
+
+def polar_factor(matrices: Tensor, tolerance: float | None = None) -> tuple[Tensor, Tensor]:
+    r"""Singular values ``(L, k)`` and the factor :math:`UV^\top` ``(L, d_out, d_in)``, in the input's dtype.
+
+    Args:
+        matrices: ``(L, d_out, d_in)``.
+        tolerance: directions of singular values up to this share of the largest are left out of the factor; by default
+            the numerical rank decides. 0 keeps arbitrary directions of a rank-deficient matrix.
+
+    Example:
+        >>> polar_factor(torch.tensor([[[0.0, 2.0], [0.0, 0.0]]]))[1].tolist()
+        [[[0.0, 1.0], [0.0, 0.0]]]
+    """
+    u, s, v = thin_svd(matrices)
+    if tolerance is None:
+        tolerance = numerical_rank_tolerance(tuple(matrices.shape), matrices.dtype)
+    exists = (s >= 0) if tolerance == 0 else (s > tolerance * s[:, :1])
+    return s.to(matrices.dtype), ((u * exists[:, None]) @ v.mT).to(matrices.dtype)
 
 
 def _right_singular(matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -614,9 +614,15 @@ def test_an_adapter_is_refused_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"onnx")
+    with pytest.raises(CheckpointError, match=r"model\.onnx is not a checkpoint: expected \.safetensors"):
+        open_checkpoint(tmp_path / "model.onnx")
+
+
+def test_a_gguf_file_is_refused_by_name(tmp_path: Path) -> None:
     """M4."""
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"model\.gguf is not a checkpoint: expected \.safetensors"):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(60))
+    with pytest.raises(CheckpointError, match=r"model\.gguf.*GGUF.*float32, bfloat16 or float16"):
         open_checkpoint(tmp_path / "model.gguf")
 
 

@@ -3,6 +3,29 @@
 from safemerge_pl.methods.base import MergeMethod as MergeMethod
 from safemerge_pl.methods.base import Stack as Stack
 from safemerge_pl.methods.base import StackResult as StackResult
+from safemerge_pl.methods.iso_c import IsoC as IsoC
+from safemerge_pl.methods.knots_ties import KnOTSTies as KnOTSTies
+from safemerge_pl.methods.nufilt import NUFILT as NUFILT
+from safemerge_pl.methods.opcm import OPCM as OPCM
 from safemerge_pl.methods.safe_merge import SafeMerge as SafeMerge
+from safemerge_pl.methods.task_arithmetic import NaiveAccumulation as NaiveAccumulation
+from safemerge_pl.methods.task_arithmetic import TaskArithmetic as TaskArithmetic
+from safemerge_pl.methods.ties import TiesMerging as TiesMerging
+from safemerge_pl.methods.tsv_m import TSVM as TSVM
+from safemerge_pl.methods.wudi import WUDIMerging as WUDIMerging
 
-__all__ = ["MergeMethod", "SafeMerge", "Stack", "StackResult"]
+__all__ = [
+    "NUFILT",
+    "OPCM",
+    "TSVM",
+    "IsoC",
+    "KnOTSTies",
+    "MergeMethod",
+    "NaiveAccumulation",
+    "SafeMerge",
+    "Stack",
+    "StackResult",
+    "TaskArithmetic",
+    "TiesMerging",
+    "WUDIMerging",
+]

@@ -2,15 +2,21 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-__all__ = ["MergeMethod", "Scope", "Stack", "StackResult"]
+__all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "mean_rule"]
 
-Scope = Literal["selected"]
+Scope = Literal["selected", "linear", "matrix", "none"]
+"""Which matrices a method merges as stacks: attention and first feed-forward (``selected``), every linear layer,
+every 2-D tensor, or none (then all tensors are merged alike)."""
+
+Vectors = Callable[[], Iterable[tuple[str, Tensor, Tensor]]]
+"""Passes over all merged tensors: name, accumulated vector, task vector, one tensor in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +73,37 @@ class MergeMethod(ABC):
     """
 
     scope: ClassVar[Scope] = "selected"
-    """Which parameters the method merges: ``"selected"``, the layers of :mod:`safemerge_pl.layers`. All others keep
-    their pretrained values."""
+    """Which matrices :meth:`fold_stack` gets."""
+
+    merges_rest: ClassVar[bool] = False
+    """Whether :meth:`fold_rest` gets every other floating-point tensor; else they keep their pretrained values."""
 
     label: ClassVar[str]
     """Name in tables and figures."""
 
+    def prepare(self, index: int, vectors: Vectors) -> None:
+        """Look at the whole model before any tensor is folded; for methods with global thresholds or norms.
+
+        Args:
+            index: position of the incoming task in the stream, from 1.
+            vectors: a new pass over all tensors that will be merged, each time it is called.
+        """
+
     @abstractmethod
     def fold_stack(self, stack: Stack) -> StackResult:
         """Merge one stack; must not change its tensors."""
+
+    def fold_rest(self, stack: Stack) -> StackResult:
+        """Merge one tensor of any shape, given as ``(1, *shape)``; only called where ``merges_rest`` is set."""
+        raise NotImplementedError(f"{type(self).__name__} does not merge tensors outside its stacks.")
+
+    def rescale(self, norm: float) -> float:
+        """A factor for everything that was merged, as seen from the pretrained weights.
+
+        Args:
+            norm: length of the accumulated vector after all tensors are folded.
+        """
+        return 1.0
 
     def settings(self) -> dict[str, Any]:
         """The method's parameters as plain values, for reports, checkpoints and comparison on resume."""
@@ -89,3 +117,19 @@ class MergeMethod(ABC):
         """Take back what :meth:`state_dict` gave."""
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state, got the keys {sorted(state)}.")
+
+
+def mean_rule(stack: Stack) -> StackResult:
+    """New vector = mean of accumulated and task vector, the rule for what is no matrix (METHODS 1.2).
+
+    Task ``i`` of ``T`` ends with the weight ``2 ** -(T - i + 1)``, the first with ``2 ** -(T - 1)``: early tasks fade.
+
+    Example:
+        >>> import torch
+        >>> zero, one = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> mean_rule(Stack(("bias",), 2, zero, one, 3 * one)).merged.tolist()
+        [[2.0, 2.0]]
+    """
+    if stack.index == 1:
+        return StackResult(stack.incoming.clone())
+    return StackResult(stack.pretrained + (stack.merged_vector + stack.task_vector) / 2)
