@@ -12,27 +12,57 @@ if TYPE_CHECKING:
     from safemerge_pl import metrics as metrics
     from safemerge_pl.merger import ContinualMerger as ContinualMerger
     from safemerge_pl.merger import FoldReport as FoldReport
+    from safemerge_pl.methods import NUFILT as NUFILT
+    from safemerge_pl.methods import OPCM as OPCM
+    from safemerge_pl.methods import TSVM as TSVM
+    from safemerge_pl.methods import IsoC as IsoC
+    from safemerge_pl.methods import KnOTSTies as KnOTSTies
     from safemerge_pl.methods import MergeMethod as MergeMethod
+    from safemerge_pl.methods import NaiveAccumulation as NaiveAccumulation
     from safemerge_pl.methods import SafeMerge as SafeMerge
+    from safemerge_pl.methods import TaskArithmetic as TaskArithmetic
+    from safemerge_pl.methods import TiesMerging as TiesMerging
+    from safemerge_pl.methods import WUDIMerging as WUDIMerging
     from safemerge_pl.module import ContinualMergeModule as ContinualMergeModule
 
 __version__ = "0.1.0"
 
+_METHODS = (
+    "IsoC",
+    "KnOTSTies",
+    "MergeMethod",
+    "NUFILT",
+    "NaiveAccumulation",
+    "OPCM",
+    "SafeMerge",
+    "TSVM",
+    "TaskArithmetic",
+    "TiesMerging",
+    "WUDIMerging",
+)
 _HOMES = {
     "ContinualMergeModule": "safemerge_pl.module",
     "ContinualMerger": "safemerge_pl.merger",
     "FoldReport": "safemerge_pl.merger",
-    "MergeMethod": "safemerge_pl.methods",
-    "SafeMerge": "safemerge_pl.methods",
+    **dict.fromkeys(_METHODS, "safemerge_pl.methods"),
 }
 _MODULES = ("callbacks", "functional", "metrics")
 
 __all__ = [
+    "NUFILT",
+    "OPCM",
+    "TSVM",
     "ContinualMergeModule",
     "ContinualMerger",
     "FoldReport",
+    "IsoC",
+    "KnOTSTies",
     "MergeMethod",
+    "NaiveAccumulation",
     "SafeMerge",
+    "TaskArithmetic",
+    "TiesMerging",
+    "WUDIMerging",
     "__version__",
     "callbacks",
     "functional",

@@ -72,6 +72,10 @@ class Checkpoint(Mapping[str, Tensor]):
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor, without reading it."""
 
+    def storage(self, name: str) -> int | None:
+        """Address of a tensor, the same for tied ones; ``None`` where none can be tied."""
+        return None
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor."""
         return {name: self.shape(name) for name in self}
@@ -97,6 +101,10 @@ class _Memory(Checkpoint):
 
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
+
+    def storage(self, name: str) -> int | None:
+        tensor = self._tensors[name]
+        return None if tensor.is_meta or not tensor.numel() else tensor.data_ptr()
 
 
 class _Safetensors(Checkpoint):

@@ -33,9 +33,9 @@ class LayerReport:
 
     @property
     def sound(self) -> bool:
-        """Whether anything was kept and all numbers are finite; an overflow shows here."""
+        """Whether all numbers are finite; an overflow shows here."""
         numbers = (self.loss_first or 0.0, self.loss_last or 0.0, self.task_norm, self.update_norm)
-        return self.kept_fraction > 0 and all(map(math.isfinite, numbers))
+        return all(map(math.isfinite, numbers))
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
     count = len(stack.layers)
     kept = torch.ones(count) if result.kept_fraction is None else result.kept_fraction
     first, last = (None, None) if result.losses is None else (result.losses[0].tolist(), result.losses[-1].tolist())
-    task_norms = stack.task_vector.square().sum((1, 2)).sqrt().tolist()
-    update_norms = (result.merged - stack.merged).square().sum((1, 2)).sqrt().tolist()
+    task_norms = stack.task_vector.flatten(1).square().sum(1).sqrt().tolist()
+    update_norms = (result.merged - stack.merged).flatten(1).square().sum(1).sqrt().tolist()
     return [
         LayerReport(
             layer=stack.layers[row],

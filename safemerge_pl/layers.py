@@ -6,14 +6,22 @@ split into its parts and a transposed one is turned, so the merge does not depen
 """
 
 import fnmatch
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["MergeLayer", "plan_stacks", "select_layers"]
+__all__ = ["MergeLayer", "Scope", "plan_stacks", "select_layers"]
+
+Scope = Literal["selected", "linear", "matrix", "none"]
+"""Which matrices are merged: attention and first feed-forward, every linear layer, every 2-D tensor, or none."""
+
+_EMBEDDING = re.compile(r"embed|(?:^|\.)(?:shared|wte|wpe|relative_attention_bias)\.")
+"""2-D tensors that are looked up, not multiplied with."""
 
 MAX_STACK_ENTRIES = 2**25
 """Largest stack, in entries (128 MiB in float32). A constant, so that the plan depends on shapes only."""
@@ -33,7 +41,7 @@ class MergeLayer:
 
     name: str
     parameter: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     rows: tuple[int, int] | None = None
     transposed: bool = False
 
@@ -100,7 +108,9 @@ _RULES = (
 )
 
 
-def select_layers(shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] | None = None) -> list[MergeLayer]:
+def select_layers(
+    shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] | None = None, scope: Scope = "selected"
+) -> list[MergeLayer]:
     """Choose the matrices to merge: attention projections and the first feed-forward matrix (METHODS 9.1, 10a).
 
     Of a checkpoint with a vision and a text tower only the vision tower is merged, since the zero-shot heads come from
@@ -110,6 +120,8 @@ def select_layers(shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] |
         shapes: shape of every tensor of the pretrained model.
         patterns: shell-style patterns (``*.q_proj.weight``) that replace the built-in choice. A tensor of a known
             family is still split and turned as that family needs; any other 2-D tensor is taken as it is.
+        scope: ``"selected"`` as above, ``"linear"`` for every linear layer, ``"matrix"`` for every 2-D tensor,
+            ``"none"`` for no matrix at all.
 
     Returns:
         The layers in the checkpoint's order.
@@ -121,8 +133,12 @@ def select_layers(shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] |
         >>> [layer.name for layer in select_layers({"visual.transformer.resblocks.0.attn.in_proj_weight": (6, 2)})]
         ['vision.0.q', 'vision.0.k', 'vision.0.v']
     """
+    if scope == "none":
+        return []
     found = {
-        name: _layers_of(name, tuple(shapes[name]), keep_unknown=patterns is not None) for name in vision_only(shapes)
+        name: _layers_of(name, tuple(shapes[name]), keep_unknown=patterns is not None or scope != "selected")
+        for name in vision_only(shapes)
+        if scope != "linear" or not _EMBEDDING.search(name)
     }
     for pattern in patterns or ():
         if not any(found[name] for name in found if fnmatch.fnmatchcase(name, pattern)):
@@ -173,12 +189,12 @@ def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRI
         >>> [[layer.name for layer in stack] for stack in plan_stacks([a, b, a, a], max_entries=8)]
         [['x.0.q', 'x.0.q'], ['x.0.q'], ['x.0.up']]
     """
-    groups: dict[tuple[int, int], list[MergeLayer]] = {}
+    groups: dict[tuple[int, ...], list[MergeLayer]] = {}
     for layer in layers:
         groups.setdefault(layer.shape, []).append(layer)
     stacks = []
-    for (d_out, d_in), group in groups.items():
-        size = max(1, max_entries // (d_out * d_in))
+    for shape, group in groups.items():
+        size = max(1, max_entries // math.prod(shape))
         stacks += [tuple(group[start : start + size]) for start in range(0, len(group), size)]
     return stacks
 

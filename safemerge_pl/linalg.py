@@ -88,7 +88,7 @@ def complement_basis(vectors: Tensor, basis: Tensor) -> Tensor:
 
 
 def thin_svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD in double precision: ``U (L, d_out, k)``, ``S (L, k)``, ``V (L, d_in, k)`` with ``k = min(d_out, d_in)``.
+    """Thin SVD in double precision: ``U (L, d_out, k)``, ``S (L, k)``, ``V (L, d_in, k)``, ``k = min(d_out, d_in)``.
 
     Example:
         >>> u, s, v = thin_svd(torch.tensor([[[0.0, 2.0]]]))

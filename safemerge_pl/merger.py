@@ -1,6 +1,7 @@
 """Fold fine-tuned models, one after another, into one merged model. Pure PyTorch."""
 
 import copy
+import fnmatch
 import importlib
 import json
 import math
@@ -17,7 +18,7 @@ from torch import Tensor
 from safemerge_pl import folders
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.fold_report import FoldReport, LayerReport, layer_rows
-from safemerge_pl.layers import MergeLayer, plan_stacks, select_layers
+from safemerge_pl.layers import MergeLayer, plan_stacks, select_layers, vision_only
 from safemerge_pl.methods.base import MergeMethod, Stack
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.preflight import require_dtype, require_finite, require_fit, require_values
@@ -59,7 +60,10 @@ class ContinualMerger:
     ) -> None:
         self.method = SafeMerge() if method is None else method
         self.pretrained = _snapshot(pretrained)
-        self.layers = select_layers(self.pretrained.shapes(), layers)
+        self._aliases = _tied(self.pretrained)
+        shapes = {name: shape for name, shape in self.pretrained.shapes().items() if name not in self._aliases}
+        self.layers = select_layers(shapes, layers, self.method.scope)
+        self.others = self._rest(layers) if self.method.merges_rest else []
         self.device = torch.device(device)
         self.reports: list[FoldReport] = []
         self._merged: dict[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
@@ -78,7 +82,9 @@ class ContinualMerger:
     @property
     def merged(self) -> dict[str, Tensor]:
         """Copies of all merged parameters in float32, by the pretrained model's names; buffers as they are."""
-        tensors = {name: self._merged.get(name, self.pretrained[name]) for name in self.pretrained}
+        tensors = {
+            name: self._merged.get(self._aliases.get(name, name), self.pretrained[name]) for name in self.pretrained
+        }
         return {
             name: tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
             for name, tensor in tensors.items()
@@ -119,7 +125,7 @@ class ContinualMerger:
             self.method.load_state_dict(state)
             raise
         self._merged.update(staged)
-        entries = [math.prod(layer.shape) for layer in self.layers]
+        entries = [math.prod(layer.shape) for layer in self._units()]
         report = FoldReport(
             task=task,
             index=len(self.reports) + 1,
@@ -175,10 +181,14 @@ class ContinualMerger:
         folder = Path(folder)
         base = self.pretrained if template is None else open_checkpoint(template)
         folders.check_output(folder, () if base.folder is None else (base.folder,))
-        names = match_names(self._parameters(), base)
         parameters = self.merged_parameters()
+        names = match_names(list(parameters), base)
+        replaced = {names[name]: tensor for name, tensor in parameters.items()}
+        replaced |= {
+            alias: replaced[names[name]] for alias, name in _tied(base).items() if name in names and alias in base
+        }
         with folders.staged_folder(folder) as staging:
-            folders.write_model(staging, base, {names[name]: tensor for name, tensor in parameters.items()}, dtype)
+            folders.write_model(staging, base, replaced, dtype)
             save_file(
                 {name: tensor.contiguous() for name, tensor in parameters.items()},
                 staging / MASTER_FILE,
@@ -284,12 +294,28 @@ class ContinualMerger:
         ]
         return "\n".join(lines) + "\n"
 
+    def _rest(self, patterns: Sequence[str] | None) -> list[MergeLayer]:
+        """Every floating-point tensor that is in no stack, under its own name; tied ones once."""
+        stacked = {layer.parameter for layer in self.layers}
+        return [
+            MergeLayer(name, name, self.pretrained.shape(name))
+            for name in vision_only(self.pretrained)
+            if name not in stacked
+            and name not in self._aliases
+            and self.pretrained.dtype(name).is_floating_point
+            and (patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+        ]
+
+    def _units(self) -> list[MergeLayer]:
+        """Everything that is merged: matrices of the stacks, then single tensors."""
+        return [*self.layers, *self.others]
+
     def _parameters(self) -> list[str]:
-        """Names of the parameters that hold the selected layers, each once."""
-        return list(dict.fromkeys(layer.parameter for layer in self.layers))
+        """Names of the parameters that are merged, each once."""
+        return list(dict.fromkeys(layer.parameter for layer in self._units()))
 
     def _hash(self, parameters: Mapping[str, Tensor]) -> str:
-        layers = sorted(self.layers, key=lambda layer: layer.name)
+        layers = sorted(self._units(), key=lambda layer: layer.name)
         return fingerprint((layer.name, layer.view(parameters[layer.parameter])) for layer in layers)
 
     def _current(self, name: str) -> Tensor:
@@ -303,10 +329,12 @@ class ContinualMerger:
         staged: dict[str, Tensor] = {}
         rows: dict[str, LayerReport] = {}
         losses: list[float] = []
-        for layers in plan_stacks(self.layers):
+        self.method.prepare(len(self.reports) + 1, lambda: self._vectors(checkpoint, names))
+        plan = [(layers, self.method.fold_stack) for layers in plan_stacks(self.layers)]
+        for layers, fold in [*plan, *(((layer,), self.method.fold_rest) for layer in self.others)]:
             stack = self._read_stack(layers, checkpoint, names)
             try:
-                result = self.method.fold_stack(stack)
+                result = fold(stack)
             except (ArithmeticError, RuntimeError, ValueError) as error:
                 raise CheckpointError(f"layers {layers[0].name} to {layers[-1].name}: {error}") from error
             stack_rows = layer_rows(stack, result)
@@ -323,7 +351,25 @@ class ContinualMerger:
             if result.losses is not None:
                 summed = result.losses.double().sum(1).tolist()
                 losses = [a + b for a, b in zip(losses, summed, strict=True)] if losses else summed
-        return staged, [rows[layer.name] for layer in self.layers], losses
+        self._rescale(staged)
+        return staged, [rows[layer.name] for layer in self._units()], losses
+
+    def _rescale(self, staged: dict[str, Tensor]) -> None:
+        """Apply the method's factor to the accumulated vectors, in place."""
+        if type(self.method).rescale is MergeMethod.rescale:
+            return
+        bases = {name: self.pretrained[name].float() for name in staged}
+        norm = sum(float((staged[name] - base).double().square().sum()) for name, base in bases.items()) ** 0.5
+        factor = self.method.rescale(norm)
+        if factor != 1.0:
+            for name, base in bases.items():
+                staged[name].sub_(base).mul_(factor).add_(base)
+
+    def _vectors(self, checkpoint: Checkpoint, names: dict[str, str]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Name, accumulated vector and task vector of everything that is merged, one at a time."""
+        for layer in self._units():
+            stack = self._read_stack((layer,), checkpoint, names)
+            yield layer.name, stack.merged_vector[0], stack.task_vector[0]
 
     def _read_stack(self, layers: tuple[MergeLayer, ...], checkpoint: Checkpoint, names: dict[str, str]) -> Stack:
         pretrained, merged, incoming = [], [], []
@@ -360,6 +406,19 @@ def _exact_arithmetic(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
+def _tied(checkpoint: Checkpoint) -> dict[str, str]:
+    """Further names of tensors in memory that are one and the same -> the first name (B5: merged once, not twice)."""
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    aliases: dict[str, str] = {}
+    for name in checkpoint:
+        place = checkpoint.storage(name)
+        if place is not None:
+            known = first.setdefault((place, checkpoint.shape(name)), name)
+            if known != name:
+                aliases[name] = known
+    return aliases
+
+
 def _snapshot(pretrained: Source) -> Checkpoint:
     """The pretrained model; copied where somebody else could change its tensors."""
     checkpoint = open_checkpoint(pretrained)
@@ -367,7 +426,10 @@ def _snapshot(pretrained: Source) -> Checkpoint:
         return checkpoint
     for name in checkpoint:
         require_values(checkpoint[name], name, checkpoint.source)
-    snapshot = open_checkpoint({name: checkpoint[name].detach().cpu().clone() for name in checkpoint})
+    aliases = _tied(checkpoint)
+    tensors = {name: checkpoint[name].detach().cpu().clone() for name in checkpoint if name not in aliases}
+    tensors |= {alias: tensors[name] for alias, name in aliases.items()}
+    snapshot = open_checkpoint({name: tensors[name] for name in checkpoint})
     snapshot.source = checkpoint.source
     return snapshot
 

@@ -5,15 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-__all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "mean_rule"]
+from safemerge_pl.layers import Scope
 
-Scope = Literal["selected", "linear", "matrix", "none"]
-"""Which matrices a method merges as stacks: attention and first feed-forward (``selected``), every linear layer,
-every 2-D tensor, or none (then all tensors are merged alike)."""
+__all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "mean_rule"]
 
 Vectors = Callable[[], Iterable[tuple[str, Tensor, Tensor]]]
 """Passes over all merged tensors: name, accumulated vector, task vector, one tensor in memory at a time."""
@@ -81,7 +79,7 @@ class MergeMethod(ABC):
     label: ClassVar[str]
     """Name in tables and figures."""
 
-    def prepare(self, index: int, vectors: Vectors) -> None:
+    def prepare(self, index: int, vectors: Vectors) -> None:  # noqa: B027  # most methods have nothing to prepare
         """Look at the whole model before any tensor is folded; for methods with global thresholds or norms.
 
         Args:

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from safemerge_pl.linalg import numerical_rank_tolerance, polar_factor
+from safemerge_pl.linalg import polar_factor
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, mean_rule
 
 __all__ = ["IsoC"]
@@ -48,6 +47,7 @@ def isotropic(matrices: Tensor, *, inflate: bool = False) -> Tensor:
     r"""Replace all singular values by their mean over ``min(d_out, d_in)``, ``(L, d_out, d_in)`` in and out.
 
     Example:
+        >>> import torch
         >>> isotropic(torch.tensor([[[3.0, 0.0], [0.0, 1.0]]])).tolist()
         [[[2.0, 0.0], [0.0, 2.0]]]
     """

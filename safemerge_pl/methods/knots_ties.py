@@ -17,9 +17,9 @@ __all__ = ["KnOTSTies"]
 class KnOTSTies(MergeMethod):
     r"""Ties-Merging in the common output basis of both vectors, layer by layer.
 
-    The SVD of :math:`[\bar\tau \mid \tau] = U\,\mathrm{diag}(S)\,[V_1 \mid V_2]` aligns them; TIES merges :math:`V_1` and
-    :math:`V_2`, and :math:`\theta_t = \theta_{t-1} + s\,U\,\mathrm{diag}(S)\,V_{ties}`. Acts on every linear layer; all
-    other tensors stay pretrained. The first task is added with the same factor.
+    The SVD of :math:`[\bar\tau \mid \tau] = U\,\mathrm{diag}(S)\,[V_1 \mid V_2]` aligns them; TIES merges :math:`V_1`
+    and :math:`V_2`, and :math:`\theta_t = \theta_{t-1} + s\,U\,\mathrm{diag}(S)\,V_{ties}`. Acts on every linear layer;
+    all other tensors stay pretrained. The first task is added with the same factor.
 
     Args:
         scaling: :math:`s`; the paper uses 0.3 for 8 tasks, 0.1 for 14 and 20.

@@ -17,8 +17,8 @@ __all__ = ["NUFILT", "nufilt_loss_and_gradients"]
 class NUFILT(MergeMethod):
     r"""Filter the incoming vector out of the old tasks' input subspace and recover what the new task lost.
 
-    :math:`\theta_t = \theta_{t-1} + \tau(P + BA)` with :math:`P = I - V_oV_o^\top`; the factors are trained to match the
-    task vector on its own leading directions without touching the old ones. Acts on the selected layers.
+    :math:`\theta_t = \theta_{t-1} + \tau(P + BA)` with :math:`P = I - V_oV_o^\top`; the factors are trained to match
+    the task vector on its own leading directions without touching the old ones. Acts on the selected layers.
 
     Args:
         null_rank: directions of the accumulated vector that are filtered out.
@@ -26,8 +26,8 @@ class NUFILT(MergeMethod):
         task_rank: directions of the task vector that are restored.
         num_steps: Adam steps a task, from the second task on.
         lr: Adam's learning rate.
-        filter_first: at the first task, filter the first ``null_rank`` input coordinates, as the original code does when
-            it decomposes a zero matrix; off by default, for nothing is to be protected yet.
+        filter_first: at the first task, filter the first ``null_rank`` input coordinates, as the original code does
+            when it decomposes a zero matrix; off by default, for nothing is to be protected yet.
         seed: seeds the start of the correction.
 
     Raises:

@@ -17,8 +17,8 @@ class OPCM(MergeMethod):
     r"""Project the incoming vector away from the accumulated one's leading subspace, and keep the total length.
 
     In every linear layer the block of :math:`U^\top\tau V` that belongs to the share ``alpha`` of the accumulated
-    vector's spectrum is removed; the rest is added to :math:`\lambda_{t-1}\bar\tau`, all other tensors unprojected; then
-    everything is scaled so that its length is the mean length of all task vectors so far.
+    vector's spectrum is removed; the rest is added to :math:`\lambda_{t-1}\bar\tau`, all other tensors unprojected;
+    then everything is scaled so that its length is the mean length of all task vectors so far.
 
     Args:
         alpha: share of the sum of singular values that is protected, in ``[0, 1)``.

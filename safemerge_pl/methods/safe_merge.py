@@ -97,6 +97,8 @@ class SafeMerge(MergeMethod):
             correction, losses = self._recover(stack, mask, task_directions[:, :, : self.task_rank])
             update += correction
         kept = mask.sum((1, 2)) / mask[0].numel()
+        if not kept.all():  # at least one entry is kept unless scores are NaN or all infinite
+            raise ArithmeticError("the risk scores are not finite; the task vector is too large")
         merged = torch.where(update == 0, stack.merged, stack.merged + update)  # -0.0 + 0.0 would be +0.0
         return StackResult(merged, kept, losses)
 

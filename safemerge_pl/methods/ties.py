@@ -49,9 +49,10 @@ class TiesMerging(MergeMethod):
         if index == 1:
             return
         thresholds = []
-        for row in (1, 2):
-            sizes = [abs(item[row].detach().cpu().numpy()).reshape(-1) for item in vectors()]
-            thresholds.append(trim_threshold(np.concatenate(sizes), self.top_k))
+        for row in (0, 1):
+            rows = ((merged, task)[row] for _, merged, task in vectors())
+            sizes = np.concatenate([np.abs(vector.cpu().numpy()).reshape(-1) for vector in rows])
+            thresholds.append(trim_threshold(sizes, self.top_k))
         self._thresholds = (thresholds[0], thresholds[1])
         signs = 0
         for _, merged, task in vectors():
@@ -67,7 +68,7 @@ class TiesMerging(MergeMethod):
         trimmed = torch.stack([_trim(vector, limit) for vector, limit in zip(pair, self._thresholds, strict=True)])
         update = elect_and_sum(trimmed, self._majority)
         kept = (update != 0).flatten(1).float().mean(1)
-        return StackResult(stack.merged + self.scaling * update, kept.clamp(min=1e-12))
+        return StackResult(stack.merged + self.scaling * update, kept)
 
     fold_rest = fold_stack
 
