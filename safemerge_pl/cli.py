@@ -21,6 +21,7 @@ Fold fine-tuned models, one after another, into one merged model, without any ta
   safemerge validate --config quickstart.yaml --ckpt_path FILE   score a checkpoint of a stream
   safemerge test     --config quickstart.yaml --ckpt_path FILE   the same on the test loaders
   safemerge check    --config quickstart.yaml   list every problem of a configuration, in seconds
+  safemerge study    --config study_methods.yaml   orders x methods x settings, to tables and figures
 
 Options of a verb: safemerge VERB --help. A value of the configuration is changed by its path, for example
 --trainer.callbacks.init_args.keep_ratio 0.3 or --data.order_seed 42. A stopped run goes on with --ckpt_path last.
@@ -40,7 +41,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
         print(__version__)
         return
-    verbs = ("fit", "validate", "test", "check")
+    verbs = ("fit", "validate", "test", "check", "study")
     if argv[0] not in verbs:
         _fail(f"there is no verb '{argv[0]}'; use one of {', '.join(verbs)}, or --help.", code=2)
     argv = resolve_configs(argv)
@@ -48,9 +49,9 @@ def main(args: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sys.argv = [sys.argv[0], *argv]  # what LightningCLI reads, also in the processes that DDP starts
     try:
-        if argv[0] == "check":
+        if argv[0] in ("check", "study"):
             sys.argv = [sys.argv[0], *argv[1:]]
-            _check()
+            (_check if argv[0] == "check" else _study)()
         else:
             _lightning_cli()
     except Exception as error:
@@ -189,6 +190,23 @@ def _check() -> None:
     if problems:
         _fail(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} found.")
     print("no problem found")
+
+
+def _study() -> None:
+    """Run a study from its configuration."""
+    from jsonargparse import ArgumentParser
+
+    import safemerge_pl.backbones
+    import safemerge_pl.methods  # noqa: F401  # short class paths work for imported classes only
+    from safemerge_pl.study import Study
+
+    _silence_known_warnings()
+    parser = ArgumentParser(prog="safemerge study", description="Orders x methods x settings, to tables and figures.")
+    parser.add_argument("--config", "-c", action="config")
+    parser.add_class_arguments(Study)
+    config = parser.instantiate_classes(parser.parse_args())
+    config.pop("config", None)
+    Study(**{key: value for key, value in vars(config).items() if not key.startswith("_")}).run()
 
 
 def _require_all_processes(trainer: "L.Trainer") -> None:

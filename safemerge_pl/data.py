@@ -16,7 +16,7 @@ from safemerge_pl.backbones import Backbone
 from safemerge_pl.stream import TaskStream
 from safemerge_pl.zoo import Zoo
 
-__all__ = ["ImageSet", "StreamDataModule", "ZooData"]
+__all__ = ["ImageSet", "StreamDataModule", "ZooData", "as_it_is"]
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,18 @@ class StreamDataModule(L.LightningDataModule):
         backbone = trainer.lightning_module.backbone
         if not isinstance(backbone, Backbone):
             raise RuntimeError("the module that is scored has no Backbone.")
-        dataset = self._pixel_set(name, backbone)
+        dataset = self.dataset(name, backbone)
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
             sampler=ExactShard(len(dataset), trainer.global_rank, trainer.world_size),  # type: ignore[arg-type]
             num_workers=self.num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             persistent_workers=False,
         )
 
-    def _pixel_set(self, name: str, backbone: Backbone) -> Dataset[Any]:
+    def dataset(self, name: str, backbone: Backbone) -> Dataset[Any]:
+        """Preprocessed images of a set; batches are fetched whole, so loaders need ``collate_fn=as_it_is``."""
         if name not in self._pixels:
             pixels = _LazyPixels(self.image_set(name), backbone)
             self._pixels[name] = _KeptPixels(pixels) if self.keep_in_memory else pixels
@@ -243,5 +244,6 @@ class _KeptPixels(Dataset[Any]):
         return self.pixels[indices], self.labels[indices]
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
+    """A batch that was fetched whole needs no collating."""
     return batch

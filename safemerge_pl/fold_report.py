@@ -49,6 +49,7 @@ class FoldReport:
         incoming: SHA-256 of the incoming tensors that were merged.
         merged: SHA-256 of the merged weights afterwards.
         seconds: wall time, checks included.
+        solve_seconds: wall time of the inner optimisation alone.
         kept_fraction: share of all entries that were merged.
         losses: loss before every step of the inner optimisation and after the last, summed over layers.
         layers: one row a layer.
@@ -61,6 +62,7 @@ class FoldReport:
     incoming: str
     merged: str
     seconds: float
+    solve_seconds: float
     kept_fraction: float
     losses: tuple[float, ...]
     layers: tuple[LayerReport, ...]

@@ -116,7 +116,7 @@ class ContinualMerger:
         try:
             with _exact_arithmetic(self.device):
                 names, checkpoint = self.check(incoming, task)
-                staged, rows, losses = self._merge(checkpoint, names)
+                staged, rows, losses, solving = self._merge(checkpoint, names)
                 hashed = self._hash({name: checkpoint[names[name]] for name in self._parameters()})
         except CheckpointError as error:
             self.method.load_state_dict(state)
@@ -133,6 +133,7 @@ class ContinualMerger:
             incoming=hashed,
             merged=self.fingerprint(),
             seconds=time.perf_counter() - start,
+            solve_seconds=solving,
             kept_fraction=sum(row.kept_fraction * size for row, size in zip(rows, entries, strict=True)) / sum(entries),
             losses=tuple(losses),
             layers=tuple(rows),
@@ -324,11 +325,12 @@ class ContinualMerger:
 
     def _merge(
         self, checkpoint: Checkpoint, names: dict[str, str]
-    ) -> tuple[dict[str, Tensor], list[LayerReport], list[float]]:
-        """New parameters, a report row a layer (in the order of ``layers``), and the summed losses."""
+    ) -> tuple[dict[str, Tensor], list[LayerReport], list[float], float]:
+        """New parameters, a report row a unit, the summed losses, and the seconds of the inner optimisations."""
         staged: dict[str, Tensor] = {}
         rows: dict[str, LayerReport] = {}
         losses: list[float] = []
+        solving = 0.0
         self.method.prepare(len(self.reports) + 1, lambda: self._vectors(checkpoint, names))
         plan = [(layers, self.method.fold_stack) for layers in plan_stacks(self.layers)]
         for layers, fold in [*plan, *(((layer,), self.method.fold_rest) for layer in self.others)]:
@@ -348,11 +350,12 @@ class ContinualMerger:
                     staged[layer.parameter] = self._current(layer.parameter).clone()
                 layer.view(staged[layer.parameter]).copy_(matrix)
             rows |= {row.layer: row for row in stack_rows}
+            solving += result.solve_seconds
             if result.losses is not None:
                 summed = result.losses.double().sum(1).tolist()
                 losses = [a + b for a, b in zip(losses, summed, strict=True)] if losses else summed
         self._rescale(staged)
-        return staged, [rows[layer.name] for layer in self._units()], losses
+        return staged, [rows[layer.name] for layer in self._units()], losses, solving
 
     def _rescale(self, staged: dict[str, Tensor]) -> None:
         """Apply the method's factor to the accumulated vectors, in place."""

@@ -1,17 +1,14 @@
 """The two rows every merge is read against: the pretrained model and the experts on their own."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
 
 from safemerge_pl.callbacks.merge import MergeCallback
-from safemerge_pl.checkpoints import match_names, open_checkpoint
 from safemerge_pl.data import StreamDataModule
 from safemerge_pl.module import ContinualMergeModule, summarise
+from safemerge_pl.scoring import expert_weights, swapped_weights
 
 __all__ = ["ReferenceRows"]
 
@@ -43,7 +40,7 @@ class ReferenceRows(L.Callback):
             return
         target = merge.target(pl_module)
         if "pretrained" not in self.rows:
-            with _weights(target, dict(merge.merger.pretrained)):
+            with swapped_weights(target, dict(merge.merger.pretrained)):
                 scores = _score(trainer, pl_module, data, (*data.stream, *data.controls))
             self.rows["pretrained"] = _row(scores, [scores[name] for name in data.stream], data)
             _say(trainer, "pretrained", self.rows["pretrained"])
@@ -66,9 +63,7 @@ class ReferenceRows(L.Callback):
         own: dict[str, float] = {}
         controls: dict[str, list[float]] = {name: [] for name in data.controls}
         for task, source in merge.sources.items():
-            checkpoint = open_checkpoint(source)
-            names = match_names([name for name, value in target.state_dict().items() if value.ndim], checkpoint)
-            with _weights(target, {name: checkpoint[theirs] for name, theirs in names.items()}):
+            with swapped_weights(target, expert_weights(target, source)):
                 scores = _score(trainer, module, data, (task, *data.controls))
             own[task] = scores[task]
             for name in data.controls:
@@ -99,22 +94,6 @@ def _score(
     finally:
         module.train(training)
     return scores
-
-
-@contextmanager
-def _weights(target: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Other weights in a module for a while, copied in place and copied back whatever happens."""
-    parameters = target.state_dict(keep_vars=True)
-    kept = {name: parameters[name].detach().clone() for name in tensors}
-    try:
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                parameters[name].copy_(tensor)
-        yield
-    finally:
-        with torch.no_grad():
-            for name, tensor in kept.items():
-                parameters[name].copy_(tensor)
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:

@@ -1,17 +1,19 @@
 """What every merge method is made of: stacks of matrices in, new merged matrices out."""
 
 import dataclasses
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from safemerge_pl.layers import Scope
 
-__all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "mean_rule"]
+__all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "clock", "mean_rule"]
 
 Vectors = Callable[[], Iterable[tuple[str, Tensor, Tensor]]]
 """Passes over all merged tensors: name, accumulated vector, task vector, one tensor in memory at a time."""
@@ -56,11 +58,13 @@ class StackResult:
         merged: new merged weights, ``(L, d_out, d_in)``.
         kept_fraction: share of entries that were merged, ``(L,)``; ``None`` where a method keeps all.
         losses: ``(K + 1, L)`` losses of an inner optimisation; ``None`` where there is none.
+        solve_seconds: wall time of the inner optimisation.
     """
 
     merged: Tensor
     kept_fraction: Tensor | None = None
     losses: Tensor | None = None
+    solve_seconds: float = 0.0
 
 
 class MergeMethod(ABC):
@@ -123,7 +127,6 @@ def mean_rule(stack: Stack) -> StackResult:
     Task ``i`` of ``T`` ends with the weight ``2 ** -(T - i + 1)``, the first with ``2 ** -(T - 1)``: early tasks fade.
 
     Example:
-        >>> import torch
         >>> zero, one = torch.zeros(1, 2), torch.ones(1, 2)
         >>> mean_rule(Stack(("bias",), 2, zero, one, 3 * one)).merged.tolist()
         [[2.0, 2.0]]
@@ -131,3 +134,10 @@ def mean_rule(stack: Stack) -> StackResult:
     if stack.index == 1:
         return StackResult(stack.incoming.clone())
     return StackResult(stack.pretrained + (stack.merged_vector + stack.task_vector) / 2)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds of a running clock, once everything queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

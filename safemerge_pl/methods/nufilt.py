@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.linalg import right_singular_basis
-from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
+from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, clock
 from safemerge_pl.recovery import initial_factors
 
 __all__ = ["NUFILT", "nufilt_loss_and_gradients"]
@@ -66,6 +66,7 @@ class NUFILT(MergeMethod):
         rank = min(self.recovery_rank, *tau.shape[1:])
         a = initial_factors(stack.layers, rank, tau.shape[2], seed=self.seed, index=stack.index).to(tau)
         b = tau.new_zeros(tau.shape[0], tau.shape[2], rank)
+        start = clock(tau.device)
         optimizer = torch.optim.Adam([a, b], lr=self.lr)
         losses = []
         for _ in range(self.num_steps):
@@ -73,7 +74,9 @@ class NUFILT(MergeMethod):
             losses.append(loss)
             optimizer.step()
         losses.append(nufilt_loss_and_gradients(tau, a, b, old, new, target)[0])
-        return StackResult(stack.merged + filtered + (tau @ b) @ a, losses=torch.stack(losses))
+        seconds = clock(tau.device) - start
+        merged = stack.merged + filtered + (tau @ b) @ a
+        return StackResult(merged, losses=torch.stack(losses), solve_seconds=seconds)
 
 
 def nufilt_loss_and_gradients(

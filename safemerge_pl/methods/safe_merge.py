@@ -8,7 +8,7 @@ from torch import Tensor
 
 from safemerge_pl.linalg import complement_basis, right_singular_basis
 from safemerge_pl.masking import Keep, keep_mask, risk_score
-from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
+from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, clock
 from safemerge_pl.recovery import RecoveryProblem, initial_factors, solve_recovery
 
 __all__ = ["SafeMerge"]
@@ -92,15 +92,15 @@ class SafeMerge(MergeMethod):
         task_directions = right_singular_basis(tau, max(self.scoring_rank, self.task_rank))
         mask = self._mask(stack, task_directions[:, :, : self.scoring_rank])
         update = torch.where(mask, tau, 0.0)
-        losses = None
+        losses, seconds = None, 0.0
         if self.use_recovery:
-            correction, losses = self._recover(stack, mask, task_directions[:, :, : self.task_rank])
+            correction, losses, seconds = self._recover(stack, mask, task_directions[:, :, : self.task_rank])
             update += correction
         kept = mask.sum((1, 2)) / mask[0].numel()
         if not kept.all():  # at least one entry is kept unless scores are NaN or all infinite
             raise ArithmeticError("the risk scores are not finite; the task vector is too large")
         merged = torch.where(update == 0, stack.merged, stack.merged + update)  # -0.0 + 0.0 would be +0.0
-        return StackResult(merged, kept, losses)
+        return StackResult(merged, kept, losses, seconds)
 
     def _mask(self, stack: Stack, task_directions: Tensor) -> Tensor:
         """Step 1: the keep mask ``(L, d_out, d_in)`` from the directions ``(L, d_in, r_p)`` of the task vector."""
@@ -113,8 +113,8 @@ class SafeMerge(MergeMethod):
         task = complement_basis(task_directions, general) if self.utility_weight else None
         return keep_mask(risk_score(stack.task_vector, general, task, self.utility_weight), self.keep_ratio, self.keep)
 
-    def _recover(self, stack: Stack, mask: Tensor, new_basis: Tensor) -> tuple[Tensor, Tensor]:
-        """Step 2: the masked correction ``(L, d_out, d_in)`` and its losses ``(K + 1, L)``."""
+    def _recover(self, stack: Stack, mask: Tensor, new_basis: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Step 2: the masked correction ``(L, d_out, d_in)``, its losses ``(K + 1, L)``, and the solver's seconds."""
         old_basis = right_singular_basis(stack.merged_vector, self.scoring_rank) if stack.index > 1 else None
         problem = RecoveryProblem.build(
             stack.task_vector,
@@ -128,4 +128,6 @@ class SafeMerge(MergeMethod):
         d_out, d_in = stack.task_vector.shape[1:]
         rank = min(self.recovery_rank, d_out, d_in)
         start = initial_factors(stack.layers, rank, d_in, seed=self.seed, index=stack.index)
-        return solve_recovery(problem, start, num_steps=self.num_steps, lr=self.lr)
+        begin = clock(mask.device)
+        correction, losses = solve_recovery(problem, start, num_steps=self.num_steps, lr=self.lr)
+        return correction, losses, clock(mask.device) - begin

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, mean_rule
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, mean_rule
 
 __all__ = ["WUDIMerging", "wudi_loss_and_gradient"]
 
@@ -47,6 +47,7 @@ class WUDIMerging(MergeMethod):
         weights = torch.where(sizes > 0, 1 / sizes, 0.0)  # an empty vector has no subspace to protect
         grams = weights * (vectors.mT @ vectors)  # (2, L, d_in, d_in)
         x = vectors.sum(0)
+        start = clock(x.device)
         optimizer = torch.optim.Adam([x], lr=self.lr)
         losses = []
         for _ in range(self.num_steps):
@@ -54,7 +55,7 @@ class WUDIMerging(MergeMethod):
             losses.append(loss)
             optimizer.step()
         losses.append(wudi_loss_and_gradient(x, vectors, grams)[0])
-        return StackResult(stack.pretrained + x, losses=torch.stack(losses))
+        return StackResult(stack.pretrained + x, losses=torch.stack(losses), solve_seconds=clock(x.device) - start)
 
     def fold_rest(self, stack: Stack) -> StackResult:
         """Average with what is there."""

@@ -1,0 +1,286 @@
+"""Studies: orders x methods x settings over whole streams, every cell measured once and kept.
+
+A cell is one stream in one order by one method. Its result is written as soon as it is known, under a hash of
+everything it depends on; an interrupted study goes on where it was, and a changed one measures only what changed.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from safemerge_pl import __version__
+from safemerge_pl.backbones import Backbone
+from safemerge_pl.checkpoints import Source
+from safemerge_pl.data import StreamDataModule
+from safemerge_pl.experts import find_experts
+from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import MergeMethod
+from safemerge_pl.module import summarise
+from safemerge_pl.report import peak_memory_mib, write_json
+from safemerge_pl.scoring import Scorer, expert_weights, swapped_weights
+from safemerge_pl.stream import TaskStream
+
+__all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
+
+
+@dataclass
+class StudyRow:
+    """A method and the settings it is tried with.
+
+    Args:
+        label: name in tables and figures.
+        method: the method with its fixed settings.
+        vary: values of settings; every combination is measured.
+        at: settings that differ by stream: name of the stream -> setting -> value.
+    """
+
+    label: str
+    method: MergeMethod
+    vary: dict[str, list[Any]] = field(default_factory=dict)
+    at: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def methods(self, stream: str) -> Iterator[tuple[dict[str, Any], MergeMethod]]:
+        """Varied settings and the method with them, fresh each time.
+
+        Raises:
+            MisconfigurationException: if the method has no such setting, or refuses a value.
+        """
+        for values in itertools.product(*self.vary.values()):
+            varied = dict(zip(self.vary, values, strict=True))
+            changes = {**self.at.get(stream, {}), **varied}
+            try:
+                yield varied, dataclasses.replace(self.method, **changes)  # type: ignore[type-var]
+            except (TypeError, ValueError) as error:
+                raise MisconfigurationException(f"row '{self.label}': {error}") from error
+
+
+@dataclass
+class StudyFigure:
+    """A figure of a study.
+
+    Args:
+        file: name of the PNG.
+        x: a varied setting, or a score for a trade-off curve.
+        y: scores or sets, a panel each.
+        rows: labels of the rows to draw; all that vary if left out.
+        title: above the figure.
+    """
+
+    file: str
+    x: str
+    y: list[str]
+    rows: list[str] | None = None
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One stream in one order by one method."""
+
+    row: str
+    stream: str
+    order: int | None
+    varied: dict[str, Any]
+    method: MergeMethod
+
+
+class Study:
+    """Measure every cell and write tables and figures.
+
+    Args:
+        backbone: the pretrained model.
+        streams: name -> data module; each gives tasks, control sets and images.
+        rows: methods with their settings.
+        experts: where the fine-tuned models are, as for ``MergeCallback``.
+        orders: seeds of the task orders; 42 to 51 are the paper's. ``None`` is the order as given.
+        figures: what to draw.
+        folder: where cells, tables and figures go.
+        title: above the table.
+        pretrained: the row of the pretrained model.
+        individual: the row of the experts on their own.
+        overhead: add iterations, times and memory to the table.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        streams: dict[str, StreamDataModule],
+        rows: list[StudyRow],
+        experts: str | list[str] | dict[str, str] = "zoo",
+        orders: list[int | None] | None = None,
+        figures: list[StudyFigure] | None = None,
+        folder: str = "runs/study",
+        title: str = "Study",
+        pretrained: bool = True,
+        individual: bool = True,
+        overhead: bool = False,
+    ) -> None:
+        labels = [row.label for row in rows]
+        if not rows or len(set(labels)) < len(labels):
+            raise MisconfigurationException(
+                f"`rows` must be distinct and not empty, got {', '.join(labels) or 'none'}."
+            )
+        self.backbone, self.streams, self.rows, self.experts = backbone, streams, rows, experts
+        self.orders: list[int | None] = [None] if orders is None else orders
+        self.figures = figures or []
+        self.folder, self.title, self.overhead = Path(folder), title, overhead
+        self.pretrained, self.individual = pretrained, individual
+        self.results: list[dict[str, Any]] = []
+        self.references: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def cells(self) -> list[Cell]:
+        """Every cell, stream by stream and order by order: an interrupted study has whole orders."""
+        return [
+            Cell(row.label, stream, order, varied, method)
+            for stream in self.streams
+            for order in self.orders
+            for row in self.rows
+            for varied, method in row.methods(stream)
+        ]
+
+    def run(self) -> None:
+        """Measure what is not known yet, then write ``table.md``, ``table.tex``, ``study.json`` and the figures."""
+        from safemerge_pl.study_report import write_study
+
+        cells = self.cells()
+        for figure in self.figures:
+            _check_figure(figure, self)
+        sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
+        self.backbone.load()
+        scorers = {name: Scorer(self.backbone, data) for name, data in self.streams.items()}
+        for name, data in self.streams.items():
+            self.references[name] = self._reference_rows(name, data, sources[name], scorers[name])
+        start, measured = time.perf_counter(), 0
+        for count, cell in enumerate(cells, 1):
+            path = self._path(cell, sources[cell.stream])
+            known = path.exists()
+            if not known:
+                result = self._measure(cell, sources[cell.stream], scorers[cell.stream])
+                write_json(path, result)
+                measured += 1
+            result = json.loads(path.read_text())
+            self.results.append(
+                {"row": cell.row, "stream": cell.stream, "order": cell.order, "varied": cell.varied} | result
+            )
+            left = (time.perf_counter() - start) / max(measured, 1) * (len(cells) - count)
+            scores = "  ".join(f"{key} {100 * result[key]:.1f}" for key in ("ACC", "Gen", "H", "BWT") if key in result)
+            note = "known" if known else f"{result['seconds']:.0f} s, at most {left / 60:.0f} min left"
+            varied = "".join(f" {key}={value}" for key, value in cell.varied.items())
+            where = f"{cell.row}{varied}, {cell.stream} tasks, order {cell.order}"
+            print(f"{count:>4}/{len(cells)} {where}  {scores}  ({note})", flush=True)
+        write_study(self)
+
+    def _measure(self, cell: Cell, sources: dict[str, Source], scorer: Scorer) -> dict[str, Any]:
+        """Merge one stream; score each task when it is merged, and everything at the end."""
+        start = time.perf_counter()
+        data = self.streams[cell.stream]
+        order = TaskStream(list(data.stream), cell.order)
+        tower = self._tower()
+        merger = ContinualMerger(tower, cell.method, device=next(tower.parameters()).device)
+        when_merged: dict[str, float] = {}
+        last: dict[str, float] = {}
+        for task in order:
+            merger.fold(sources[task], task)
+            with swapped_weights(tower, merger.merged_parameters()):
+                when_merged[task] = scorer.accuracy(task)
+                if task == order[-1]:
+                    last = {name: scorer.accuracy(name) for name in (*order, *data.controls) if name != task}
+        last[order[-1]] = when_merged[order[-1]]
+        scores = summarise([last[task] for task in order], [last[name] for name in data.controls])
+        earlier = list(order)[:-1]
+        if earlier:
+            scores["BWT"] = sum(last[task] - when_merged[task] for task in earlier) / len(earlier)
+        return {
+            **scores,
+            "accuracies": last,
+            "when_merged": when_merged,
+            "tasks": list(order),
+            "settings": cell.method.settings(),
+            "merged": merger.fingerprint(),
+            "iterations": getattr(cell.method, "num_steps", None),
+            "fold_seconds": sum(report.seconds for report in merger.reports) / len(order),
+            "solve_seconds": sum(report.solve_seconds for report in merger.reports) / len(order),
+            "peak_memory_mib": peak_memory_mib(),
+            "seconds": time.perf_counter() - start,
+        }
+
+    def _reference_rows(
+        self, stream: str, data: StreamDataModule, sources: dict[str, Source], scorer: Scorer
+    ) -> dict[str, dict[str, Any]]:
+        """Scores of the pretrained model and of the experts on their own (METHODS 12)."""
+        rows: dict[str, dict[str, Any]] = {}
+        tower = self._tower()
+        known = self.folder / "cells" / f"references-{self._hash(stream, sources, {})}.json"
+        if known.exists():
+            rows = json.loads(known.read_text())
+        if self.pretrained and "Pre-trained" not in rows:
+            found = {name: scorer.accuracy(name) for name in (*data.stream, *data.controls)}
+            rows["Pre-trained"] = _row(found, data)
+        if self.individual and "Individual" not in rows:
+            own: dict[str, float] = {}
+            controls: dict[str, list[float]] = {name: [] for name in data.controls}
+            for task, source in sources.items():
+                with swapped_weights(tower, expert_weights(tower, source)):
+                    own[task] = scorer.accuracy(task)
+                    for name in data.controls:
+                        controls[name].append(scorer.accuracy(name))
+                print(f"expert {task}: {100 * own[task]:.1f}", flush=True)
+            rows["Individual"] = _row({**own, **{n: sum(v) / len(v) for n, v in controls.items()}}, data)
+        write_json(known, rows)
+        wanted = {"Pre-trained": self.pretrained, "Individual": self.individual}
+        return {name: row for name, row in rows.items() if wanted[name]}
+
+    def _tower(self) -> Any:
+        return getattr(self.backbone, self.backbone.merged_attr)
+
+    def _path(self, cell: Cell, sources: dict[str, Source]) -> Path:
+        method = {"class": type(cell.method).__qualname__, **cell.method.settings()}
+        return (
+            self.folder / "cells" / f"{self._hash(cell.stream, sources, {'order': cell.order, 'method': method})}.json"
+        )
+
+    def _hash(self, stream: str, sources: dict[str, Source], extra: dict[str, Any]) -> str:
+        """Everything a result depends on; experts by path, size and time of change."""
+        data = self.streams[stream]
+        content = {
+            "version": __version__,
+            "backbone": self.backbone.spec(),
+            "tasks": list(data.stream),
+            "controls": list(data.controls),
+            "experts": {task: _stamp(source) for task, source in sources.items()},
+            **extra,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _row(accuracies: dict[str, float], data: StreamDataModule) -> dict[str, Any]:
+    tasks, controls = [accuracies[name] for name in data.stream], [accuracies[name] for name in data.controls]
+    return {**summarise(tasks, controls), "accuracies": accuracies}
+
+
+def _stamp(source: Source) -> list[Any]:
+    path = Path(str(source))
+    files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.bin")) if path.is_dir() else [path]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
+    return [str(source), stats]
+
+
+def _check_figure(figure: StudyFigure, study: Study) -> None:
+    varied = {key for row in study.rows for key in row.vary}
+    sets = {name for data in study.streams.values() for name in (*data.stream, *data.controls)}
+    scores = {"ACC", "Gen", "H", "BWT"}
+    unknown = [name for name in figure.y if name not in sets | scores]
+    if figure.x not in varied | scores:
+        unknown.insert(0, figure.x)
+    labels = {row.label for row in study.rows}
+    unknown += [label for label in figure.rows or () if label not in labels]
+    if unknown:
+        raise MisconfigurationException(f"figure '{figure.file}': the study has no {', '.join(unknown)}.")
