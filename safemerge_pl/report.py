@@ -8,8 +8,6 @@ shares in [0, 1].
 import json
 import os
 import platform
-import resource
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,12 +138,6 @@ def environment() -> dict[str, str]:
             found[package] = "not installed"
     found["cpus"] = str(os.cpu_count())
     return found
-
-
-def peak_memory_mib() -> int:
-    """Largest resident size of this process so far, MiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak // (1024 * 1024 if sys.platform == "darwin" else 1024))
 
 
 def write_text(path: Path, text: str) -> None:

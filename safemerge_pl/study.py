@@ -21,10 +21,11 @@ from safemerge_pl.backbones import Backbone
 from safemerge_pl.checkpoints import Source
 from safemerge_pl.data import StreamDataModule
 from safemerge_pl.experts import find_experts
+from safemerge_pl.memory import PeakMemory
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.module import summarise
-from safemerge_pl.report import peak_memory_mib, write_json
+from safemerge_pl.report import write_json
 from safemerge_pl.scoring import Scorer, expert_weights, swapped_weights
 from safemerge_pl.stream import TaskStream
 
@@ -187,8 +188,11 @@ class Study:
         merger = ContinualMerger(tower, cell.method, device=next(tower.parameters()).device)
         when_merged: dict[str, float] = {}
         last: dict[str, float] = {}
+        peaks: list[float] = []
         for task in order:
-            merger.fold(sources[task], task)
+            with PeakMemory(merger.device) as peak:
+                merger.fold(sources[task], task)
+            peaks += [] if peak.mib is None else [peak.mib]
             with swapped_weights(tower, merger.merged_parameters()):
                 when_merged[task] = scorer.accuracy(task)
                 if task == order[-1]:
@@ -208,7 +212,7 @@ class Study:
             "iterations": getattr(cell.method, "num_steps", None),
             "fold_seconds": sum(report.seconds for report in merger.reports) / len(order),
             "solve_seconds": sum(report.solve_seconds for report in merger.reports) / len(order),
-            "peak_memory_mib": peak_memory_mib(),
+            "peak_memory_mib": max(peaks, default=None),
             "seconds": time.perf_counter() - start,
         }
 

@@ -78,7 +78,8 @@ def table_rows(study: "Study", *, plus_minus: str) -> list[list[str]]:
             mean = next(iter(entries.values()))["mean"]
             solve = f"{mean['solve_seconds']:.2f}" if mean.get("solve_seconds") else "-"
             cells += [f"{mean['iterations']:.0f}" if "iterations" in mean else "-", solve]
-            cells += [f"{mean['fold_seconds']:.2f}", f"{mean['peak_memory_mib']:.0f}"]
+            memory = f"{mean['peak_memory_mib']:.0f}" if "peak_memory_mib" in mean else "-"
+            cells += [f"{mean['fold_seconds']:.2f}", memory]
         rows.append(cells)
     return rows
 
@@ -87,7 +88,7 @@ def markdown(study: "Study") -> str:
     """The table as Markdown; percent, mean ± standard deviation over orders."""
     orders = ", ".join(str(order) for order in study.orders)
     heads = [f"{score} ({stream})" for stream in study.streams for score in _SCORES]
-    heads += ["iterations", "solving s/task", "total s/task", "peak MiB"] if study.overhead else []
+    heads += ["iterations", "solving s/task", "total s/task", "peak MiB/fold"] if study.overhead else []
     lines = [f"# {study.title}", "", f"Percent; orders {orders}; ± is the sample standard deviation.", ""]
     lines += ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     lines += ["| " + " | ".join(row) + " |" for row in table_rows(study, plus_minus=" ± ")]

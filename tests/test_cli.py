@@ -14,7 +14,9 @@ import yaml
 
 from safemerge_pl.cli import config_folder, resolve_configs
 
-CONFIGS = sorted(path.name for path in config_folder().glob("*.yaml"))
+NAMES = sorted(path.name for path in config_folder().glob("*.yaml"))
+CONFIGS = [name for name in NAMES if not name.startswith("study")]
+STUDIES = [name for name in NAMES if name.startswith("study")]
 QUICK = ["--references.enabled", "false", "--data.init_args.controls", "[clipart_category]"]
 QUICK += ["--data.init_args.tasks", "[font_category,weather]", "--trainer.callbacks.init_args.num_steps", "2"]
 
@@ -76,6 +78,34 @@ def test_every_config_parses_and_passes_the_check(name: str, tmp_path: Path) -> 
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "no problem found" in checked.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_is_read_whole(name: str) -> None:
+    """Parsed, built, and every cell of it constructed."""
+    code = (
+        "import sys; from safemerge_pl.study import Study; from safemerge_pl.cli import main;"
+        "Study.run = lambda self: print(len(self.cells()), [f.file for f in self.figures]);"
+        f"main(['study', '--config', '{name}'])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout.split()[0]) >= 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [("NoSuchMethod", "NoSuchMethod"), ("{class_path: OPCM, init_args: {alfa: 0.5}}", "alfa")],
+)
+def test_a_study_with_an_unknown_method_or_parameter(change: str, message: str, tmp_path: Path) -> None:
+    content = yaml.safe_load((config_folder() / "study_ablation.yaml").read_text())
+    content["rows"][0]["method"] = yaml.safe_load(change)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    run = safemerge("study", "--config", "mine.yaml", cwd=tmp_path)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.slow

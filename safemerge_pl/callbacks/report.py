@@ -16,6 +16,7 @@ from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.references import ReferenceRows
 from safemerge_pl.cli import config_folder
 from safemerge_pl.data import StreamDataModule
+from safemerge_pl.memory import peak_memory_mib
 from safemerge_pl.module import ContinualMergeModule
 
 __all__ = ["StreamReport", "run_folder"]
@@ -116,7 +117,7 @@ class StreamReport(L.Callback):
             "steps": self.steps,
             "command": _command(),
             "seconds": round(self._seconds(), 1),
-            "peak_memory_mib": reports.peak_memory_mib(),
+            "peak_memory_mib": peak_memory_mib(),
             "merged": self.steps[-1]["merged"] if self.steps else None,
             "environment": reports.environment(),
         }

@@ -1,0 +1,83 @@
+"""How much memory a piece of work takes."""
+
+import resource
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+__all__ = ["PeakMemory", "peak_memory_mib"]
+
+_MIB = 2**20
+
+
+def peak_memory_mib() -> int:
+    """Largest resident size of this process so far, MiB.
+
+    Example:
+        >>> peak_memory_mib() > 0
+        True
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak // (_MIB if sys.platform == "darwin" else 1024))
+
+
+class PeakMemory:
+    """Memory that the work inside takes at its peak, on top of what was there before.
+
+    On a CUDA device it is what torch allocates there. On the CPU the resident size is sampled every few milliseconds
+    (Linux; elsewhere nothing is known and ``mib`` stays ``None``).
+
+    Args:
+        device: where the work runs.
+
+    Attributes:
+        mib: the peak in MiB, once the work is done.
+
+    Example:
+        >>> with PeakMemory() as peak:
+        ...     block = torch.ones(2**24)  # 64 MiB
+        >>> peak.mib is None or peak.mib > 30
+        True
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.mib: float | None = None
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._start = self._highest = 0
+
+    def __enter__(self) -> "PeakMemory":
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._start = torch.cuda.memory_allocated(self._device)
+        else:
+            self._start = self._highest = _resident()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._device is not None:
+            self.mib = (torch.cuda.max_memory_allocated(self._device) - self._start) / _MIB
+            return
+        self._highest = max(self._highest, _resident())
+        self._stop.set()
+        self._thread.join()
+        self.mib = (self._highest - self._start) / _MIB if self._start else None
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.003):
+            self._highest = max(self._highest, _resident())
+
+
+def _resident() -> int:
+    """Resident bytes now; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0

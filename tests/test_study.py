@@ -1,0 +1,154 @@
+"""Studies: cells measured once, resumed, aggregated as the paper does; bad studies refused before they start."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CONTROLS, RANKS, TASKS, SmallZoo
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from safemerge_pl.backbones import CLIPBackbone
+from safemerge_pl.memory import PeakMemory
+from safemerge_pl.methods import OPCM, SafeMerge, TaskArithmetic
+from safemerge_pl.study import Study, StudyFigure, StudyRow
+from safemerge_pl.study_report import aggregate, latex, markdown
+
+
+def study(folder: Path, rows: list[StudyRow] | None = None, **kwargs: Any) -> Study:
+    if rows is None:
+        rows = [
+            StudyRow("SAFE-Merge", SafeMerge(**RANKS), vary={"keep_ratio": [0.3, 0.7]}),
+            StudyRow("Task Arithmetic", TaskArithmetic(), at={"three": {"scaling": 0.1}}),
+        ]
+    streams = {"three": SmallZoo(TASKS, CONTROLS, batch_size=40)}
+    settings: dict[str, Any] = {"orders": [42, 43], "folder": str(folder), **kwargs}
+    return Study(CLIPBackbone(), streams, rows, **settings)  # type: ignore[arg-type]
+
+
+def test_a_study_from_start_to_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = [
+        StudyFigure("ratio.png", "keep_ratio", ["Gen", "clipart_category"]),
+        StudyFigure("trade.png", "Gen", ["ACC"], rows=["SAFE-Merge"]),
+    ]
+    done = study(tmp_path, figures=figures, overhead=True)
+    done.run()
+    assert {"table.md", "table.tex", "study.json", "ratio.png", "trade.png", "cells"} == {
+        p.name for p in tmp_path.iterdir()
+    }
+    content = json.loads((tmp_path / "study.json").read_text())
+    assert len(content["cells"]) == 6
+    orders = {tuple(cell["tasks"]) for cell in content["cells"]}
+    assert len(orders) == 2
+    arithmetic = [cell for cell in content["cells"] if cell["row"] == "Task Arithmetic"]
+    assert all(cell["settings"] == {"scaling": 0.1} for cell in arithmetic)
+    for cell in content["cells"]:
+        last, then = cell["accuracies"], cell["when_merged"]
+        assert cell["ACC"] == pytest.approx(statistics.fmean(last[task] for task in TASKS))
+        assert cell["BWT"] == pytest.approx(statistics.fmean(last[t] - then[t] for t in cell["tasks"][:-1]))
+        assert cell["H"] == pytest.approx(2 * cell["ACC"] * cell["Gen"] / (cell["ACC"] + cell["Gen"]))
+    assert set(content["references"]["three"]) == {"Pre-trained", "Individual"}
+    capsys.readouterr()
+    again = study(tmp_path, figures=figures, overhead=True)
+    again.run()
+    printed = capsys.readouterr().out
+    assert printed.count("(known)") == 6
+    assert "expert" not in printed
+    assert markdown(again).splitlines()[:12] == markdown(done).splitlines()[:12]
+    assert r"SAFE-Merge, keep\_ratio=0.3 & " in latex(again)
+
+
+def test_a_cell_equals_the_stream_under_lightning(tmp_path: Path, make_trainer: Any, module: Any) -> None:
+    from safemerge_pl.callbacks import MergeCallback
+
+    one = study(tmp_path, [StudyRow("OPCM", OPCM())], orders=[None], individual=False, pretrained=False)
+    one.run()
+    merge = MergeCallback(OPCM())
+    make_trainer(merge).fit(module, SmallZoo(TASKS, CONTROLS, batch_size=16))
+    (cell,) = one.results
+    assert cell["merged"] == merge.reports[-1].merged
+    for name in ("ACC", "Gen", "H", "BWT"):
+        assert cell[name] == pytest.approx(module.last_scores[name])
+
+
+def test_an_interrupted_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = Study._measure
+
+    def breaks(self: Study, *args: Any) -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, *args)
+
+    monkeypatch.setattr(Study, "_measure", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path, individual=False).run()
+    assert len([p for p in (tmp_path / "cells").iterdir() if not p.name.startswith("references")]) == 2
+    study(tmp_path, individual=False).run()
+    assert len(calls) == 3 + 4
+    # another setting of one row measures that row alone
+    changed = [
+        StudyRow("SAFE-Merge", SafeMerge(**RANKS), vary={"keep_ratio": [0.3, 0.7]}),
+        StudyRow("b", TaskArithmetic(0.2)),
+    ]
+    study(tmp_path, changed, individual=False).run()
+    assert len(calls) == 3 + 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "kwargs", "message"),
+    [
+        ([StudyRow("a", OPCM(), vary={"keep_ratio": [0.5]})], {}, "row 'a': .*keep_ratio"),
+        (
+            [StudyRow("a", SafeMerge(), vary={"keep_ratio": [0.5, 1.5]})],
+            {},
+            r"row 'a': `keep_ratio` must be in \[0, 1\]",
+        ),
+        ([StudyRow("a", OPCM()), StudyRow("a", OPCM())], {}, "`rows` must be distinct"),
+        ([], {}, "`rows` must be distinct and not empty"),
+        (
+            None,
+            {"figures": [StudyFigure("f.png", "keep_ration", ["ACC"])]},
+            "figure 'f.png': the study has no keep_ration",
+        ),
+        (None, {"figures": [StudyFigure("f.png", "keep_ratio", ["acc"])]}, "no acc"),
+        (None, {"experts": "nowhere"}, "task 'weather' has no model: nowhere/weather"),
+    ],
+)
+def test_bad_studies_are_refused_before_they_measure(
+    rows: list[StudyRow] | None, kwargs: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        study(tmp_path / "out", rows, **kwargs).run()
+    assert not (tmp_path / "out").exists()
+
+
+def test_spread_is_over_orders_with_one_degree_of_freedom_less() -> None:
+    """METHODS 12: H is computed per order and then averaged; std of [0.2, 0.4, 0.9] is sqrt(0.13)."""
+    cells = [
+        {
+            "row": "a",
+            "stream": "8",
+            "varied": {},
+            "accuracies": {"x": v},
+            "ACC": v,
+            "Gen": 0.5,
+            "H": v * 1.0 / (v + 0.5),
+        }
+        for v in (0.2, 0.4, 0.9)
+    ]
+    (found,) = aggregate(cells)
+    assert found["mean"]["ACC"] == pytest.approx(0.5)
+    assert found["std"]["ACC"] == pytest.approx(0.13**0.5)
+    assert found["mean"]["H"] == pytest.approx((0.2 / 0.7 + 0.4 / 0.9 + 0.9 / 1.4) / 3)
+    assert aggregate(cells[:1])[0]["std"] == {}
+
+
+def test_peak_memory_sees_what_is_allocated() -> None:
+    with PeakMemory() as peak:
+        block = bytearray(80 * 2**20)
+        block[::4096] = b"x" * len(block[::4096])
+    del block
+    assert peak.mib is None or 70 < peak.mib < 200
