@@ -29,6 +29,7 @@ def check_output(folder: Path, inputs: tuple[Path, ...] = ()) -> None:
     Raises:
         CheckpointError: if the folder holds something else, is or lies in an input, or cannot be written.
     """
+    _recover(folder)
     resolved = folder.resolve()
     if resolved == Path.cwd() or resolved in Path.cwd().parents:
         raise CheckpointError(f"the output {folder} is or holds the current folder; name another folder.")
@@ -118,6 +119,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: if the folder holds none.
     """
+    _recover(folder)
     path = folder / STATE_FILE
     if not path.exists():
         raise CheckpointError(f"{folder} holds no {STATE_FILE}: it is not the output of a merge.")
@@ -154,6 +156,13 @@ def _flush(path: Path) -> None:
     path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _recover(folder: Path) -> None:
+    """Bring back an earlier output that a kill between the two renames of :func:`_swap` left aside."""
+    aside = sorted(folder.parent.glob(f".{folder.name}.old-*")) if folder.name else []
+    if aside and not folder.exists():
+        aside[-1].rename(folder)
 
 
 def _swap(staging: Path, folder: Path) -> None:

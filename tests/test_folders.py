@@ -562,3 +562,16 @@ def test_the_state_is_written_after_the_weights(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(safetensors.torch, "save_file", watch)
     folded(1).save(tmp_path / "out")
     assert order == ["model.safetensors", MASTER_FILE]
+
+
+def test_a_kill_between_the_two_renames_is_mended_at_the_next_use(tmp_path: Path) -> None:
+    """C12: after SIGKILL the earlier merge lies aside; reading it or writing there again brings it back."""
+    out = folded(1).save(tmp_path / "out")
+    out.rename(tmp_path / ".out.old-4711")
+    assert ContinualMerger.load(out, tower()).tasks == ["task1"]
+    (out / "notes.txt").write_text("mine")
+    out.rename(tmp_path / ".out.old-4711")
+    folded(1, 2).save(out)
+    assert ContinualMerger.load(out, tower()).tasks == ["task1", "task2"]
+    assert (out / "notes.txt").read_text() == "mine"
+    assert beside(out) == []

@@ -1,0 +1,1 @@
+"""Speed and memory of a fold, as ratios measured in one run."""
