@@ -1,4 +1,4 @@
-"""The command line: ``safemerge fit|validate|test`` are LightningCLI, ``safemerge check`` looks before they run."""
+"""The command line: ``fit``, ``validate`` and ``test`` are LightningCLI; ``check``, ``fold`` and ``study`` are ours."""
 
 import logging
 import os
@@ -21,6 +21,7 @@ Fold fine-tuned models, one after another, into one merged model, without any ta
   safemerge validate --config quickstart.yaml --ckpt_path FILE   score a checkpoint of a stream
   safemerge test     --config quickstart.yaml --ckpt_path FILE   the same on the test loaders
   safemerge check    --config quickstart.yaml   list every problem of a configuration, in seconds
+  safemerge fold     --pretrained P --incoming T --output O   fold one more model, into an earlier merge with --merged
   safemerge study    --config study_methods.yaml   orders x methods x settings, to tables and figures
 
 Options of a verb: safemerge VERB --help. A value of the configuration is changed by its path, for example
@@ -41,7 +42,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
         print(__version__)
         return
-    verbs = ("fit", "validate", "test", "check", "study")
+    verbs = ("fit", "validate", "test", "check", "fold", "study")
     if argv[0] not in verbs:
         _fail(f"there is no verb '{argv[0]}'; use one of {', '.join(verbs)}, or --help.", code=2)
     argv = resolve_configs(argv)
@@ -49,9 +50,10 @@ def main(args: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sys.argv = [sys.argv[0], *argv]  # what LightningCLI reads, also in the processes that DDP starts
     try:
-        if argv[0] in ("check", "study"):
+        own = {"check": _check, "fold": _fold, "study": _study}
+        if argv[0] in own:
             sys.argv = [sys.argv[0], *argv[1:]]
-            (_check if argv[0] == "check" else _study)()
+            own[argv[0]]()
         else:
             _lightning_cli()
     except Exception as error:
@@ -190,6 +192,29 @@ def _check() -> None:
     if problems:
         _fail(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} found.")
     print("no problem found")
+
+
+def _fold() -> None:
+    """Fold one model, from command line options."""
+    from jsonargparse import ArgumentParser
+
+    import safemerge_pl.methods  # noqa: F401  # short class paths work for imported classes only
+    from safemerge_pl.fold import fold_once
+
+    parser = ArgumentParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
+    parser.add_argument("--config", "-c", action="config")
+    parser.add_function_arguments(fold_once)
+    config = parser.instantiate_classes(parser.parse_args())
+    options = {key: value for key, value in vars(config).items() if key != "config"}
+    merger = fold_once(**options)
+    report = merger.reports[-1]
+    print(
+        f"{merger.method.label}: folded '{report.task}' as task {report.index} in {report.seconds:.1f} s, "
+        f"{report.kept_fraction:.0%} of its entries in {len(report.layers)} layers"
+    )
+    for note in report.notes:
+        print(f"note: {note}")
+    print(f"merged model: {options['output']}")
 
 
 def _study() -> None:

@@ -302,6 +302,7 @@ def test_missing_experts_and_misspelt_tasks(small_data: Make, make_trainer: Make
     ("trainer_args", "message"),
     [
         ({"max_epochs": 4}, "`max_epochs` is 4 but the stream has 3 tasks"),
+        ({"max_epochs": -1}, "set it to 3, or less to stop early"),
         ({"limit_train_batches": 0}, "no epoch would run"),
         ({"precision": "bf16-true"}, "half precision"),
     ],

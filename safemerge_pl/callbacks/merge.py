@@ -80,9 +80,11 @@ class MergeCallback(L.Callback):
         self.sources = find_experts(self.experts, self._stream(trainer))
         if trainer.limit_train_batches == 0:
             raise MisconfigurationException("`limit_train_batches` is 0: no epoch would run and nothing be merged.")
-        if trainer.max_epochs is not None and trainer.max_epochs > len(self.sources):
+        epochs = trainer.max_epochs
+        if epochs is not None and not 0 <= epochs <= len(self.sources):
             raise MisconfigurationException(
-                f"`max_epochs` is {trainer.max_epochs} but the stream has {len(self.sources)} tasks, one an epoch."
+                f"`max_epochs` is {epochs} but the stream has {len(self.sources)} tasks, one an epoch; set it to "
+                f"{len(self.sources)}, or less to stop early."
             )
         if self.merger is None:  # captured once: at a second fit the module holds merged weights
             earlier: list[str] = getattr(pl_module, "merged_tasks", [])
