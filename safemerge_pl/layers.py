@@ -17,8 +17,9 @@ from torch import Tensor
 
 __all__ = ["MergeLayer", "Scope", "plan_stacks", "select_layers"]
 
-Scope = Literal["selected", "linear", "matrix", "none"]
-"""Which matrices are merged: attention and first feed-forward, every linear layer, every 2-D tensor, or none."""
+Scope = Literal["selected", "selected_out", "linear", "matrix", "none"]
+"""Which matrices are merged: attention and first feed-forward, these and T5's second feed-forward, every linear layer,
+every 2-D tensor, or none."""
 
 _EMBEDDING = re.compile(r"embed|(?:^|\.)(?:shared|wte|wpe|relative_attention_bias)\.")
 """2-D tensors that are looked up, not multiplied with."""
@@ -65,10 +66,11 @@ class _Rule:
     pattern: re.Pattern[str]
     names: tuple[str, ...]
     transposed: bool = False
+    wide: bool = False
 
 
-def _rule(pattern: str, *names: str, transposed: bool = False) -> _Rule:
-    return _Rule(re.compile(r"(?:^|\.)" + pattern + r"$"), names, transposed)
+def _rule(pattern: str, *names: str, transposed: bool = False, wide: bool = False) -> _Rule:
+    return _Rule(re.compile(r"(?:^|\.)" + pattern + r"$"), names, transposed, wide)
 
 
 _RULES = (
@@ -95,6 +97,11 @@ _RULES = (
         r"(?P<side>encoder|decoder)\.block\.(?P<i>\d+)\.layer\.\d+\.DenseReluDense\.(?P<k>wi|wi_0|wi_1)\.weight",
         "{side}.{i}.{k}",
     ),
+    _rule(
+        r"(?P<side>encoder|decoder)\.block\.(?P<i>\d+)\.layer\.\d+\.DenseReluDense\.wo\.weight",
+        "{side}.{i}.wo",
+        wide=True,  # not merged by SAFE-Merge (METHODS A11)
+    ),
     # GPT-2: Conv1D stores weights as (d_in, d_out)
     _rule(
         r"h\.(?P<i>\d+)\.attn\.c_attn\.weight",
@@ -120,8 +127,8 @@ def select_layers(
         shapes: shape of every tensor of the pretrained model.
         patterns: shell-style patterns (``*.q_proj.weight``) that replace the built-in choice. A tensor of a known
             family is still split and turned as that family needs; any other 2-D tensor is taken as it is.
-        scope: ``"selected"`` as above, ``"linear"`` for every linear layer, ``"matrix"`` for every 2-D tensor,
-            ``"none"`` for no matrix at all.
+        scope: ``"selected"`` as above, ``"selected_out"`` with T5's ``wo`` as well, ``"linear"`` for every
+            linear layer, ``"matrix"`` for every 2-D tensor, ``"none"`` for no matrix at all.
 
     Returns:
         The layers in the checkpoint's order.
@@ -135,8 +142,9 @@ def select_layers(
     """
     if scope == "none":
         return []
+    everything = patterns is not None or scope in ("linear", "matrix")
     found = {
-        name: _layers_of(name, tuple(shapes[name]), keep_unknown=patterns is not None or scope != "selected")
+        name: _layers_of(name, tuple(shapes[name]), keep_unknown=everything, wide=everything or scope != "selected")
         for name in vision_only(shapes)
         if scope != "linear" or not _EMBEDDING.search(name)
     }
@@ -199,11 +207,21 @@ def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRI
     return stacks
 
 
-def _layers_of(parameter: str, shape: tuple[int, ...], *, keep_unknown: bool) -> list[MergeLayer]:
+def known_layers(names: Iterable[str]) -> list[str]:
+    """Names that hold a layer of a known family.
+
+    Example:
+        >>> known_layers(["blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight"])
+        ['blocks.0.mlp.fc1.weight']
+    """
+    return [name for name in names if any(rule.pattern.search(name) for rule in _RULES)]
+
+
+def _layers_of(parameter: str, shape: tuple[int, ...], *, keep_unknown: bool, wide: bool) -> list[MergeLayer]:
     """The layers inside one parameter; empty if it is none of a known family and ``keep_unknown`` is off."""
     for rule in _RULES:
         match = rule.pattern.search(parameter)
-        if match is None or len(shape) != 2:
+        if match is None or len(shape) != 2 or (rule.wide and not wide):
             continue
         d_out, d_in = reversed(shape) if rule.transposed else shape
         height = d_out // len(rule.names)

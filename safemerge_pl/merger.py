@@ -18,7 +18,7 @@ from torch import Tensor
 from safemerge_pl import folders
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.fold_report import FoldReport, LayerReport, layer_rows
-from safemerge_pl.layers import MergeLayer, plan_stacks, select_layers, vision_only
+from safemerge_pl.layers import MergeLayer, known_layers, plan_stacks, select_layers, vision_only
 from safemerge_pl.methods.base import MergeMethod, Stack
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.preflight import require_dtype, require_finite, require_fit, require_values
@@ -61,7 +61,7 @@ class ContinualMerger:
         self.method = SafeMerge() if method is None else method
         self.pretrained = _snapshot(pretrained)
         self._aliases = _tied(self.pretrained)
-        shapes = {name: shape for name, shape in self.pretrained.shapes().items() if name not in self._aliases}
+        shapes = _mergeable(self.pretrained, self._aliases)
         self.layers = select_layers(shapes, layers, self.method.scope)
         self.others = self._rest(layers) if self.method.merges_rest else []
         self.device = torch.device(device)
@@ -407,6 +407,23 @@ def _exact_arithmetic(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+def _mergeable(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what could be merged: no second names, and no integer buffers.
+
+    Integer tensors that stand where a layer should be stay in: a quantised model must be refused, not passed over.
+    """
+    shapes = {name: shape for name, shape in checkpoint.shapes().items() if name not in aliases}
+    known = set(known_layers(shapes))
+    return {name: shape for name, shape in shapes.items() if name in known or _is_floating(checkpoint, name)}
+
+
+def _is_floating(checkpoint: Checkpoint, name: str) -> bool:
+    try:
+        return checkpoint.dtype(name).is_floating_point
+    except CheckpointError:  # an 8-bit format
+        return False
 
 
 def _tied(checkpoint: Checkpoint) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """What every merge method is made of: stacks of matrices in, new merged matrices out."""
 
 import dataclasses
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from safemerge_pl.layers import Scope
 
-__all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "clock", "mean_rule"]
+__all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "clock", "mean_rule", "require_numbers"]
 
 Vectors = Callable[[], Iterable[tuple[str, Tensor, Tensor]]]
 """Passes over all merged tensors: name, accumulated vector, task vector, one tensor in memory at a time."""
@@ -141,3 +142,17 @@ def clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def require_numbers(method: MergeMethod, *, whole: Sequence[str] = (), finite: Sequence[str] = ()) -> None:
+    """Refuse settings that are no whole or no finite numbers.
+
+    Raises:
+        ValueError: naming the first such setting.
+    """
+    for name in whole:
+        if not isinstance(getattr(method, name), int):
+            raise ValueError(f"`{name}` must be a whole number, got {getattr(method, name)}.")
+    for name in finite:
+        if not math.isfinite(getattr(method, name)):
+            raise ValueError(f"`{name}` must be a finite number, got {getattr(method, name)}.")

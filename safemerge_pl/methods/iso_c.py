@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from safemerge_pl.linalg import polar_factor
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, mean_rule
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, mean_rule, require_numbers
 
 __all__ = ["IsoC"]
 
@@ -29,6 +29,9 @@ class IsoC(MergeMethod):
 
     scaling: float = 1.0
     inflate: bool = False
+
+    def __post_init__(self) -> None:
+        require_numbers(self, finite=("scaling",))
 
     def fold_stack(self, stack: Stack) -> StackResult:
         """Make one stack isotropic."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.linalg import thin_svd
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, require_numbers
 from safemerge_pl.methods.ties import elect_and_sum
 
 __all__ = ["KnOTSTies"]
@@ -42,6 +42,7 @@ class KnOTSTies(MergeMethod):
     def __post_init__(self) -> None:
         if not 0.0 < self.top_k <= 1.0:
             raise ValueError(f"`top_k` must be in (0, 1], got {self.top_k}.")
+        require_numbers(self, finite=("scaling", "top_k", "min_singular_value"))
 
     def fold_stack(self, stack: Stack) -> StackResult:
         """Merge one stack, a layer at a time: the layers keep different numbers of components."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.linalg import right_singular_basis
-from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, clock
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, require_numbers
 from safemerge_pl.recovery import initial_factors
 
 __all__ = ["NUFILT", "nufilt_loss_and_gradients"]
@@ -35,6 +35,7 @@ class NUFILT(MergeMethod):
     """
 
     label: ClassVar[str] = "NUFILT"
+    scope: ClassVar[Scope] = "selected_out"
 
     null_rank: int = 128
     recovery_rank: int = 64
@@ -50,6 +51,8 @@ class NUFILT(MergeMethod):
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         if not self.lr > 0 or self.num_steps < 0:
             raise ValueError(f"`lr` must be above 0 and `num_steps` at least 0, got {self.lr} and {self.num_steps}.")
+        whole = ("null_rank", "recovery_rank", "task_rank", "num_steps", "seed")
+        require_numbers(self, whole=whole, finite=("lr",))
 
     def fold_stack(self, stack: Stack) -> StackResult:
         """Filter, recover and add one stack."""
@@ -57,7 +60,7 @@ class NUFILT(MergeMethod):
         if stack.index == 1:
             update = tau.clone()
             if self.filter_first:
-                update[:, :, : self.null_rank] = 0
+                update[:, :, : min(self.null_rank, *tau.shape[1:])] = 0
             return StackResult(stack.merged + update)
         old = right_singular_basis(stack.merged_vector, self.null_rank)
         new = right_singular_basis(tau, self.task_rank)

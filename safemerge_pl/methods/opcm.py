@@ -49,6 +49,8 @@ class OPCM(MergeMethod):
 
     def prepare(self, index: int, vectors: Vectors) -> None:
         """Take the length of the whole task vector into the running mean."""
+        if index == 1:  # a new stream
+            self._lambda, self._mean_norm, self._count = 1.0, 0.0, 0
         norm = sum(float(task.double().square().sum()) for _, _, task in vectors()) ** 0.5
         self._count += 1
         self._mean_norm += (norm - self._mean_norm) / self._count

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from safemerge_pl.linalg import complement_basis, right_singular_basis
 from safemerge_pl.masking import Keep, keep_mask, risk_score
-from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, clock
+from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, clock, require_numbers
 from safemerge_pl.recovery import RecoveryProblem, initial_factors, solve_recovery
 
 __all__ = ["SafeMerge"]
@@ -67,9 +67,7 @@ class SafeMerge(MergeMethod):
         for name in ("scoring_rank", "recovery_rank", "task_rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        for name in ("scoring_rank", "recovery_rank", "task_rank", "num_steps", "seed"):
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"`{name}` must be a whole number, got {getattr(self, name)}.")
+        require_numbers(self, whole=("scoring_rank", "recovery_rank", "task_rank", "num_steps", "seed"))
         for name in ("regularization", "num_steps", "utility_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"`{name}` must be a finite number of at least 0, got {getattr(self, name)}.")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, require_numbers
 
 __all__ = ["NaiveAccumulation", "TaskArithmetic"]
 
@@ -27,6 +27,9 @@ class TaskArithmetic(MergeMethod):
     merges_rest: ClassVar[bool] = True
 
     scaling: float = 0.3
+
+    def __post_init__(self) -> None:
+        require_numbers(self, finite=("scaling",))
 
     def fold_stack(self, stack: Stack) -> StackResult:
         """Add the scaled task vector."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors, require_numbers
 
 __all__ = ["TiesMerging", "elect_and_sum", "trim_threshold"]
 
@@ -39,6 +39,7 @@ class TiesMerging(MergeMethod):
     def __post_init__(self) -> None:
         if not 0.0 < self.top_k <= 1.0:
             raise ValueError(f"`top_k` must be in (0, 1], got {self.top_k}.")
+        require_numbers(self, finite=("scaling", "top_k"))
 
     def settings(self) -> dict[str, Any]:
         """Without what is found anew in every fold."""

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from safemerge_pl.linalg import polar_factor, thin_svd
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, mean_rule
+from safemerge_pl.linalg import numerical_rank_tolerance, polar_factor, thin_svd
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, mean_rule, require_numbers
 
 __all__ = ["TSVM"]
 
@@ -29,17 +29,24 @@ class TSVM(MergeMethod):
 
     scaling: float = 1.0
 
+    def __post_init__(self) -> None:
+        require_numbers(self, finite=("scaling",))
+
     def fold_stack(self, stack: Stack) -> StackResult:
         """Merge one stack."""
         if stack.index == 1:
             return StackResult(stack.incoming.clone())
         half = min(stack.pretrained.shape[1:]) // 2
+        if not half:  # half of one direction is none
+            return StackResult(stack.pretrained.clone())
         parts = [thin_svd(vector) for vector in (stack.merged_vector, stack.task_vector)]
         left, values, right = (torch.cat([part[i][..., :half] for part in parts], dim=-1) for i in range(3))
         # directions that a vector of low rank does not have are arbitrary: they carry a zero singular value
-        exists = (values > 1e-12 * values.amax(1, keepdim=True))[:, None]
+        tolerance = numerical_rank_tolerance(tuple(stack.pretrained.shape), stack.pretrained.dtype)
+        largest = torch.cat([part[1][:, :1].expand(-1, half) for part in parts], dim=1)
+        exists = (values > tolerance * largest)[:, None]
         left, right = (polar_factor(torch.where(exists, side, 0.0))[1] for side in (left, right))
-        merged = ((left * values[:, None]) @ right.mT).to(stack.pretrained.dtype)
+        merged = ((left * torch.where(exists, values[:, None], 0.0)) @ right.mT).to(stack.pretrained.dtype)
         return StackResult(stack.pretrained + self.scaling * merged)
 
     def fold_rest(self, stack: Stack) -> StackResult:

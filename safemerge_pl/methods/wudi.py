@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, mean_rule
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, mean_rule, require_numbers
 
 __all__ = ["WUDIMerging", "wudi_loss_and_gradient"]
 
@@ -37,6 +37,7 @@ class WUDIMerging(MergeMethod):
     def __post_init__(self) -> None:
         if not self.lr > 0 or self.num_steps < 0:
             raise ValueError(f"`lr` must be above 0 and `num_steps` at least 0, got {self.lr} and {self.num_steps}.")
+        require_numbers(self, whole=("num_steps",), finite=("lr",))
 
     def fold_stack(self, stack: Stack) -> StackResult:
         """Solve one stack."""
