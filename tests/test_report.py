@@ -10,12 +10,12 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from safemerge_pl.memory import peak_memory_mib
 from safemerge_pl.report import (
     console_table,
     environment,
     markdown,
     matrix_figure,
-    peak_memory_mib,
     stream_figure,
     table_rows,
     write_json,
