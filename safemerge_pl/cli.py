@@ -181,7 +181,7 @@ def _check() -> None:
     from safemerge_pl.check import check_stream
 
     cli = _lightning_cli(run=False)
-    merge = next((c for c in cli.trainer.callbacks if isinstance(c, MergeCallback)), None)
+    merge = MergeCallback.of(cli.trainer)
     if merge is None:
         _fail("the configuration has no merge callback: add SAFEMergeCallback under trainer.callbacks.")
     facts, problems = check_stream(cli.model, cli.datamodule, merge, Path(cli.trainer.default_root_dir))

@@ -158,15 +158,15 @@ class ContinualMergeModule(L.LightningModule):
         tasks = [name for name in data.eval_names if name in data.stream.names]
         if stage == "fit":
             scores = self._enter_row(tasks, accuracies)
-            prefix, step = "stream", float(len(self.merged_tasks))
+            prefix = "stream"
         else:
             scores = summarise([accuracies[name] for name in tasks], [accuracies[name] for name in data.controls])
-            prefix, step = stage, float(len(self.merged_tasks))
+            prefix = stage
         self.last_scores = {**accuracies, **scores}
         named = {f"{'task' if name in tasks else 'control'}/{name}/acc": value for name, value in accuracies.items()}
         named |= {f"{prefix}/{name}": value for name, value in scores.items()}
         # "step" is what Lightning takes as the x-axis: the number of merged tasks in every mode
-        self.log_dict({**named, "step": step}, add_dataloader_idx=False, sync_dist=False)
+        self.log_dict({**named, "step": float(len(self.merged_tasks))}, add_dataloader_idx=False, sync_dist=False)
 
     def _enter_row(self, tasks: Sequence[str], accuracies: Mapping[str, float]) -> dict[str, float]:
         if list(tasks) != self.merged_tasks:

@@ -61,6 +61,12 @@ class MergeCallback(L.Callback):
         """Distinct for two callbacks that merge two parts of one module."""
         return self._generate_state_key(module_attr=self.module_attr)
 
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> "MergeCallback | None":
+        """The merge callback of a trainer, ``None`` if it has none."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        return next((callback for callback in callbacks if isinstance(callback, MergeCallback)), None)
+
     @property
     def tasks(self) -> list[str]:
         """Names folded so far, in order."""

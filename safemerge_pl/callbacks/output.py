@@ -31,7 +31,7 @@ class MergedModelWriter(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the folder, on one process."""
-        merge = next((c for c in trainer.callbacks if isinstance(c, MergeCallback)), None)  # type: ignore[attr-defined]
+        merge = MergeCallback.of(trainer)
         if not self.enabled or merge is None or merge.merger is None or not merge.tasks or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder = self._folder(trainer)

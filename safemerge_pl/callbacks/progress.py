@@ -41,7 +41,7 @@ class StreamProgress(ProgressBar):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say what is coming."""
-        merge = self._merge(trainer)
+        merge = MergeCallback.of(trainer)
         if merge is None:
             return
         count, layers = len(merge.sources), 0 if merge.merger is None else len(merge.merger.layers)
@@ -59,7 +59,7 @@ class StreamProgress(ProgressBar):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Close the bar and print the task's line."""
         self._close()
-        merge, scores = self._merge(trainer), getattr(pl_module, "last_scores", {})
+        merge, scores = MergeCallback.of(trainer), getattr(pl_module, "last_scores", {})
         if trainer.sanity_checking:
             return
         if trainer.state.fn != TrainerFn.FITTING:
@@ -118,6 +118,3 @@ class StreamProgress(ProgressBar):
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def _merge(self, trainer: L.Trainer) -> MergeCallback | None:
-        return next((c for c in trainer.callbacks if isinstance(c, MergeCallback)), None)  # type: ignore[attr-defined]

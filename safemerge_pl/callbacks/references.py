@@ -32,7 +32,7 @@ class ReferenceRows(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure what is missing."""
-        merge = next((callback for callback in _callbacks(trainer) if isinstance(callback, MergeCallback)), None)
+        merge = MergeCallback.of(trainer)
         data = getattr(trainer, "datamodule", None)
         if not self.enabled or merge is None or merge.merger is None:
             return
@@ -94,10 +94,6 @@ def _score(
     finally:
         module.train(training)
     return scores
-
-
-def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
-    return list(trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def _say(trainer: L.Trainer, what: str, row: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ class StreamReport(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Add the row of this merge."""
-        merge = self._merge(trainer)
+        merge = MergeCallback.of(trainer)
         if merge is None or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         if not self._writes(trainer) or not isinstance(pl_module, ContinualMergeModule):
@@ -104,7 +104,7 @@ class StreamReport(L.Callback):
     def content(self, trainer: L.Trainer) -> reports.Report:
         """The report so far."""
         data: StreamDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        merge = self._merge(trainer)
+        merge = MergeCallback.of(trainer)
         assert merge is not None
         references = next((c for c in trainer.callbacks if isinstance(c, ReferenceRows)), None)  # type: ignore[attr-defined]
         return {
@@ -136,9 +136,6 @@ class StreamReport(L.Callback):
     def _writes(self, trainer: L.Trainer) -> bool:
         """A smoke run leaves nothing."""
         return self.enabled and not trainer.fast_dev_run  # type: ignore[attr-defined]
-
-    def _merge(self, trainer: L.Trainer) -> MergeCallback | None:
-        return next((c for c in trainer.callbacks if isinstance(c, MergeCallback)), None)  # type: ignore[attr-defined]
 
     def _draw(self, trainer: L.Trainer, content: reports.Report) -> None:
         for logger in trainer.loggers:
