@@ -27,6 +27,12 @@ _EMBEDDING = re.compile(r"embed|(?:^|\.)(?:shared|wte|wpe|relative_attention_bia
 MAX_STACK_ENTRIES = 2**25
 """Largest stack, in entries (128 MiB in float32). A constant, so that the plan depends on shapes only."""
 
+CORE_STACK_ENTRIES = 2**17
+"""Largest stack on a CPU, where a stack is one core's work: it should stay in that core's cache."""
+
+MAX_CORE_ENTRIES = 2**22
+"""Largest matrix on a CPU that one core works on alone."""
+
 
 @dataclass(frozen=True)
 class MergeLayer:

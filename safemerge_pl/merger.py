@@ -3,10 +3,11 @@
 import copy
 import fnmatch
 import importlib
+import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +18,18 @@ from torch import Tensor
 
 from safemerge_pl import folders
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
+from safemerge_pl.cores import map_on_cores
 from safemerge_pl.fold_report import FoldReport, LayerReport, layer_rows
-from safemerge_pl.layers import MergeLayer, known_layers, plan_stacks, select_layers, vision_only
-from safemerge_pl.methods.base import MergeMethod, Stack
+from safemerge_pl.layers import (
+    CORE_STACK_ENTRIES,
+    MAX_CORE_ENTRIES,
+    MergeLayer,
+    known_layers,
+    plan_stacks,
+    select_layers,
+    vision_only,
+)
+from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.preflight import require_dtype, require_finite, require_fit, require_values
 
@@ -332,14 +342,7 @@ class ContinualMerger:
         losses: list[float] = []
         solving = 0.0
         self.method.prepare(len(self.reports) + 1, lambda: self._vectors(checkpoint, names))
-        plan = [(layers, self.method.fold_stack) for layers in plan_stacks(self.layers)]
-        for layers, fold in [*plan, *(((layer,), self.method.fold_rest) for layer in self.others)]:
-            stack = self._read_stack(layers, checkpoint, names)
-            try:
-                result = fold(stack)
-            except (ArithmeticError, RuntimeError, ValueError) as error:
-                raise CheckpointError(f"layers {layers[0].name} to {layers[-1].name}: {error}") from error
-            stack_rows = layer_rows(stack, result)
+        for layers, result, stack_rows in self._results(checkpoint, names):
             for layer, row, matrix in zip(layers, stack_rows, result.merged, strict=True):
                 if not (torch.isfinite(matrix).all() and row.sound):
                     raise CheckpointError(
@@ -356,6 +359,38 @@ class ContinualMerger:
                 losses = [a + b for a, b in zip(losses, summed, strict=True)] if losses else summed
         self._rescale(staged)
         return staged, [rows[layer.name] for layer in self._units()], losses, solving
+
+    def _results(
+        self, checkpoint: Checkpoint, names: dict[str, str]
+    ) -> Iterator[tuple[tuple[MergeLayer, ...], StackResult, list[LayerReport]]]:
+        """Fold stack by stack; on the CPU several small ones at a time, a core each."""
+
+        def fold(stack: Stack) -> tuple[StackResult, list[LayerReport]]:
+            with _exact_arithmetic(self.device):  # its switches are a thread's own
+                result = _explained(self.method.fold_stack, stack)
+                return result, layer_rows(stack, result)
+
+        for batch, on_cores in self._batches():
+            stacks = [self._read_stack(layers, checkpoint, names) for layers in batch]
+            results = map_on_cores(fold, stacks) if on_cores else [fold(stack) for stack in stacks]
+            yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
+        for layer in self.others:
+            stack = self._read_stack((layer,), checkpoint, names)
+            result = _explained(self.method.fold_rest, stack)
+            yield (layer,), result, layer_rows(stack, result)
+
+    def _batches(self) -> Iterator[tuple[list[tuple[MergeLayer, ...]], bool]]:
+        """Stacks that are in memory together, and whether each gets a core to itself.
+
+        What is in a stack depends on shapes, method and kind of device only, never on the number of cores.
+        """
+        if self.device.type != "cpu" or not self.method.concurrent:
+            yield from (([stack], False) for stack in plan_stacks(self.layers))
+            return
+        plan = plan_stacks(self.layers, CORE_STACK_ENTRIES)
+        for small, group in itertools.groupby(plan, lambda stack: math.prod(stack[0].shape) <= MAX_CORE_ENTRIES):
+            stacks, size = list(group), torch.get_num_threads() if small else 1
+            yield from ((stacks[start : start + size], small) for start in range(0, len(stacks), size))
 
     def _rescale(self, staged: dict[str, Tensor]) -> None:
         """Apply the method's factor to the accumulated vectors, in place."""
@@ -395,6 +430,14 @@ class ContinualMerger:
         for earlier in self.reports:
             if earlier.incoming == hashed:
                 yield f"the same weights were folded before, as '{earlier.task}'"
+
+
+def _explained(fold: Callable[[Stack], StackResult], stack: Stack) -> StackResult:
+    """Fold, and name the layers if that fails."""
+    try:
+        return fold(stack)
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"layers {stack.layers[0]} to {stack.layers[-1]}: {error}") from error
 
 
 @contextmanager

@@ -8,12 +8,16 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import pickle
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl import __version__
@@ -108,6 +112,9 @@ class Study:
         pretrained: the row of the pretrained model.
         individual: the row of the experts on their own.
         overhead: add iterations, times and memory to the table.
+        jobs: processes that measure cells side by side, each with its share of the threads. Times and memory of an
+            overhead table are only comparable with one. In a script, more than one needs the usual
+            ``if __name__ == "__main__":`` guard.
     """
 
     def __init__(
@@ -123,6 +130,7 @@ class Study:
         pretrained: bool = True,
         individual: bool = True,
         overhead: bool = False,
+        jobs: int = 1,
     ) -> None:
         labels = [row.label for row in rows]
         if not rows or len(set(labels)) < len(labels):
@@ -133,7 +141,9 @@ class Study:
         self.orders: list[int | None] = [None] if orders is None else orders
         self.figures = figures or []
         self.folder, self.title, self.overhead = Path(folder), title, overhead
-        self.pretrained, self.individual = pretrained, individual
+        if jobs < 1:
+            raise MisconfigurationException(f"`jobs` must be at least 1, got {jobs}.")
+        self.pretrained, self.individual, self.jobs = pretrained, individual, jobs
         self.results: list[dict[str, Any]] = []
         self.references: dict[str, dict[str, dict[str, Any]]] = {}
 
@@ -155,34 +165,59 @@ class Study:
         for figure in self.figures:
             _check_figure(figure, self)
         sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
+        blank = pickle.dumps(self)  # for other processes, before anything is loaded
         self.backbone.load()
         scorers = {name: Scorer(self.backbone, data) for name, data in self.streams.items()}
         for name, data in self.streams.items():
             self.references[name] = self._reference_rows(name, data, sources[name], scorers[name])
+        paths = [self._path(cell, sources[cell.stream]) for cell in cells]
+        missing = [index for index, path in enumerate(paths) if not path.exists()]
         start, measured = time.perf_counter(), 0
-        for count, cell in enumerate(cells, 1):
-            path = self._path(cell, sources[cell.stream])
-            known = path.exists()
-            if not known:
-                result = self._measure(cell, sources[cell.stream], scorers[cell.stream])
-                write_json(path, result)
-                measured += 1
-            result = json.loads(path.read_text())
-            self.results.append(
-                {"row": cell.row, "stream": cell.stream, "order": cell.order, "varied": cell.varied} | result
-            )
-            left = (time.perf_counter() - start) / max(measured, 1) * (len(cells) - count)
-            scores = "  ".join(f"{key} {100 * result[key]:.1f}" for key in ("ACC", "Gen", "H", "BWT") if key in result)
-            note = "known" if known else f"{result['seconds']:.0f} s, at most {left / 60:.0f} min left"
-            varied = "".join(f" {key}={value}" for key, value in cell.varied.items())
-            where = f"{cell.row}{varied}, {cell.stream} tasks, order {cell.order}"
-            print(f"{count:>4}/{len(cells)} {where}  {scores}  ({note})", flush=True)
+        for index in self._measured(cells, paths, scorers, missing, blank):
+            measured += index in missing
+            left = (time.perf_counter() - start) / max(measured, 1) * (len(missing) - measured)
+            note = f"at most {left / 60:.0f} min left" if index in missing else "known"
+            self._say(index, cells, json.loads(paths[index].read_text()), note)
+        self.results = [
+            {"row": cell.row, "stream": cell.stream, "order": cell.order, "varied": cell.varied}
+            | json.loads(path.read_text())
+            for cell, path in zip(cells, paths, strict=True)
+        ]
         write_study(self)
 
-    def _measure(self, cell: Cell, sources: dict[str, Source], scorer: Scorer) -> dict[str, Any]:
+    def _measured(
+        self, cells: list[Cell], paths: list[Path], scorers: dict[str, Scorer], missing: list[int], blank: bytes
+    ) -> Iterator[int]:
+        """Yield each cell's index once its file is there; the known ones first."""
+        yield from (index for index in range(len(cells)) if index not in missing)
+        if self.jobs == 1:
+            for index in missing:
+                write_json(paths[index], self._measure(cells[index], scorers[cells[index].stream]))
+                yield index
+            return
+        threads = max(1, torch.get_num_threads() // self.jobs)
+        with ProcessPoolExecutor(self.jobs, get_context("spawn"), _start_worker, (blank, threads)) as pool:
+            waiting = {pool.submit(_measure_in_worker, index, paths[index]): index for index in missing}
+            try:
+                for done in as_completed(waiting):
+                    done.result()
+                    yield waiting[done]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # what is being measured is finished and kept
+                raise
+
+    def _say(self, index: int, cells: list[Cell], result: dict[str, Any], note: str) -> None:
+        cell = cells[index]
+        scores = "  ".join(f"{key} {100 * result[key]:.1f}" for key in ("ACC", "Gen", "H", "BWT") if key in result)
+        varied = "".join(f" {key}={value}" for key, value in cell.varied.items())
+        where = f"{cell.row}{varied}, {cell.stream} tasks, order {cell.order}"
+        print(f"{index + 1:>4}/{len(cells)} {where}  {scores}  ({note})", flush=True)
+
+    def _measure(self, cell: Cell, scorer: Scorer) -> dict[str, Any]:
         """Merge one stream; score each task when it is merged, and everything at the end."""
         start = time.perf_counter()
         data = self.streams[cell.stream]
+        sources = find_experts(self.experts, list(data.stream))
         order = TaskStream(list(data.stream), cell.order)
         tower = self._tower()
         merger = ContinualMerger(tower, cell.method, device=next(tower.parameters()).device)
@@ -263,6 +298,23 @@ class Study:
             **extra,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+_worker: dict[str, Any] = {}
+"""What a process of a study with several jobs holds: the study, its cells, a scorer a stream."""
+
+
+def _start_worker(blank: bytes, threads: int) -> None:
+    torch.set_num_threads(threads)
+    study: Study = pickle.loads(blank)
+    study.backbone.load()
+    scorers = {name: Scorer(study.backbone, data) for name, data in study.streams.items()}
+    _worker.update(study=study, cells=study.cells(), scorers=scorers)
+
+
+def _measure_in_worker(index: int, path: Path) -> None:
+    cell = _worker["cells"][index]
+    write_json(path, _worker["study"]._measure(cell, _worker["scorers"][cell.stream]))
 
 
 def _row(accuracies: dict[str, float], data: StreamDataModule) -> dict[str, Any]:

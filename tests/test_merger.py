@@ -1,6 +1,5 @@
 """Folding, whole or not at all; what may be folded; continuing a saved merge."""
 
-import functools
 import json
 import random
 import re
@@ -37,7 +36,7 @@ from safemerge_pl import merger as merger_module
 from safemerge_pl.checkpoints import CheckpointError, Source
 from safemerge_pl.folders import STATE_FILE
 from safemerge_pl.merger import MASTER_FILE, ContinualMerger, FoldReport
-from safemerge_pl.methods import SafeMerge, Stack, StackResult
+from safemerge_pl.methods import TSVM, MergeMethod, SafeMerge, Stack, StackResult, WUDIMerging
 
 # what a fold does
 
@@ -202,8 +201,25 @@ def test_the_order_of_tensors_in_a_file_does_not_matter() -> None:
 def test_the_order_in_which_stacks_are_folded_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = folded(1, 2).fingerprint()
     plan = merger_module.plan_stacks
-    monkeypatch.setattr(merger_module, "plan_stacks", lambda layers: plan(layers)[::-1])
+    monkeypatch.setattr(merger_module, "plan_stacks", lambda layers, *size: plan(layers, *size)[::-1])
     assert folded(1, 2).fingerprint() == expected
+
+
+@pytest.mark.parametrize("method", [SafeMerge(scoring_rank=4, recovery_rank=3, task_rank=2), WUDIMerging(), TSVM()])
+def test_the_number_of_cores_does_not_matter(method: MergeMethod) -> None:
+    """Small stacks get a thread each, and a thread's bits are its own."""
+    hashes = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            merger = ContinualMerger(tower(), method)
+            merger.fold(tuned(tower(), 1), "one")
+            merger.fold(tuned(tower(), 2), "two")
+            hashes.append(merger.fingerprint())
+    finally:
+        torch.set_num_threads(threads)
+    assert len(set(hashes)) == 1
 
 
 def test_the_order_of_tasks_does_matter() -> None:
@@ -486,6 +502,8 @@ def test_a_method_never_sees_the_masters_themselves() -> None:
 class Breaking(SafeMerge):
     """Raises at one stack; counts stacks in a state of plain values and of tensors that it changes in place."""
 
+    concurrent = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.seen: list[str] = []
@@ -519,7 +537,8 @@ def test_a_fold_that_fails_midway_changes_nothing(
     error: type[BaseException], stack: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """G6: and folding again gives what an undisturbed fold gives."""
-    monkeypatch.setattr(merger_module, "plan_stacks", functools.partial(merger_module.plan_stacks, max_entries=64))
+    plan = merger_module.plan_stacks
+    monkeypatch.setattr(merger_module, "plan_stacks", lambda layers, *size: plan(layers, 64))
     base = tower()
     undisturbed, merger = ContinualMerger(base, breaking()), ContinualMerger(base, breaking())
     for each in (undisturbed, merger):

@@ -10,6 +10,7 @@ from conftest import CONTROLS, RANKS, TASKS, SmallZoo
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.backbones import CLIPBackbone
+from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.memory import PeakMemory
 from safemerge_pl.methods import OPCM, SafeMerge, TaskArithmetic
 from safemerge_pl.study import Study, StudyFigure, StudyRow
@@ -97,6 +98,29 @@ def test_an_interrupted_study_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(calls) == 3 + 4 + 2
 
 
+def test_two_processes_measure_what_one_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings: dict[str, Any] = {"individual": False, "pretrained": False, "orders": [42]}
+    one, two = study(tmp_path / "one", **settings), study(tmp_path / "two", jobs=2, **settings)
+    one.run()
+    capsys.readouterr()
+    two.run()
+    assert capsys.readouterr().out.count("three tasks, order 42") == 3
+    keys = ("row", "varied", "merged", "accuracies", "when_merged", "BWT")
+    assert [[cell[key] for key in keys] for cell in two.results] == [
+        [cell[key] for key in keys] for cell in one.results
+    ]
+
+
+def test_an_error_in_another_process_is_told(tmp_path: Path) -> None:
+    """What was measured before it stays."""
+    broken = tmp_path / "models" / "weather"
+    broken.mkdir(parents=True)
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    experts = [str(tmp_path / "models"), "zoo"]
+    with pytest.raises(CheckpointError, match="weather"):
+        study(tmp_path / "out", experts=experts, individual=False, pretrained=False, jobs=2).run()
+
+
 @pytest.mark.parametrize(
     ("rows", "kwargs", "message"),
     [
@@ -114,6 +138,7 @@ def test_an_interrupted_study_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
             "figure 'f.png': the study has no keep_ration",
         ),
         (None, {"figures": [StudyFigure("f.png", "keep_ratio", ["acc"])]}, "no acc"),
+        (None, {"jobs": 0}, "`jobs` must be at least 1, got 0"),
         (None, {"experts": "nowhere"}, "task 'weather' has no model: nowhere/weather"),
     ],
 )

@@ -81,6 +81,10 @@ class MergeMethod(ABC):
     merges_rest: ClassVar[bool] = False
     """Whether :meth:`fold_rest` gets every other floating-point tensor; else they keep their pretrained values."""
 
+    concurrent: ClassVar[bool] = False
+    """Whether :meth:`fold_stack` may work on several stacks at once on threads: it must then change nothing of the
+    method itself."""
+
     label: ClassVar[str]
     """Name in tables and figures."""
 

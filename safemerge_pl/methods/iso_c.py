@@ -24,6 +24,7 @@ class IsoC(MergeMethod):
     """
 
     label: ClassVar[str] = "Iso-C"
+    concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "matrix"
     merges_rest: ClassVar[bool] = True
 

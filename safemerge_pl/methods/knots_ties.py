@@ -32,6 +32,7 @@ class KnOTSTies(MergeMethod):
     """
 
     label: ClassVar[str] = "KnOTS-TIES"
+    concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "linear"
 
     scaling: float = 0.3

@@ -35,6 +35,7 @@ class NUFILT(MergeMethod):
     """
 
     label: ClassVar[str] = "NUFILT"
+    concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "selected_out"
 
     null_rank: int = 128

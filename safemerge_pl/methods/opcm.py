@@ -30,6 +30,7 @@ class OPCM(MergeMethod):
     """
 
     label: ClassVar[str] = "OPCM"
+    concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "linear"
     merges_rest: ClassVar[bool] = True
 

@@ -45,6 +45,7 @@ class SafeMerge(MergeMethod):
     """
 
     label: ClassVar[str] = "SAFE-Merge"
+    concurrent: ClassVar[bool] = True
 
     keep_ratio: float = 0.5
     scoring_rank: int = 128

@@ -23,6 +23,7 @@ class TaskArithmetic(MergeMethod):
     """
 
     label: ClassVar[str] = "Task Arithmetic"
+    concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "none"
     merges_rest: ClassVar[bool] = True
 

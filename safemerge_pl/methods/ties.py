@@ -28,6 +28,7 @@ class TiesMerging(MergeMethod):
     """
 
     label: ClassVar[str] = "Ties-Merging"
+    concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "none"
     merges_rest: ClassVar[bool] = True
 

@@ -24,6 +24,7 @@ class TSVM(MergeMethod):
     """
 
     label: ClassVar[str] = "TSV-M"
+    concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "matrix"
     merges_rest: ClassVar[bool] = True
 

@@ -28,6 +28,7 @@ class WUDIMerging(MergeMethod):
     """
 
     label: ClassVar[str] = "WUDI-Merging"
+    concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "matrix"
     merges_rest: ClassVar[bool] = True
 
