@@ -2,6 +2,7 @@
 
 import copy
 import fnmatch
+import functools
 import importlib
 import itertools
 import json
@@ -81,8 +82,7 @@ class ContinualMerger:
         with _exact_arithmetic(self.device):
             for name in self._parameters():
                 require_dtype(self.pretrained, name)
-                require_finite(self.pretrained[name], name, self.pretrained.source)
-            self.reference = self._hash({name: self.pretrained[name].float() for name in self._parameters()})
+            self.reference = self._hash(lambda name: _sound(self.pretrained, name).float())
 
     @property
     def tasks(self) -> list[str]:
@@ -106,7 +106,7 @@ class ContinualMerger:
 
     def fingerprint(self) -> str:
         """SHA-256 of the merged layers in float32, the same for every library that stores the model."""
-        return self._hash(self.merged_parameters())
+        return self._hash(self._current)
 
     def fold(self, incoming: Source, task: str) -> FoldReport:
         """Merge one more model, wholly or not at all.
@@ -125,9 +125,11 @@ class ContinualMerger:
         state = copy.deepcopy(self.method.state_dict())
         try:
             with _exact_arithmetic(self.device):
-                names, checkpoint = self.check(incoming, task)
+                names, checkpoint = self.check(incoming, task, values=False)
+                hashed = self._hash(
+                    lambda name: _sound(checkpoint, names[name])
+                )  # a bad value is found before the work
                 staged, rows, losses, solving = self._merge(checkpoint, names)
-                hashed = self._hash({name: checkpoint[names[name]] for name in self._parameters()})
         except CheckpointError as error:
             self.method.load_state_dict(state)
             raise CheckpointError(f"task '{task}': {error}") from error
@@ -276,7 +278,7 @@ class ContinualMerger:
         checkpoint = open_checkpoint(weights)
         names = match_names(self._parameters(), checkpoint)
         merged = {name: checkpoint[theirs].detach().float().cpu().clone() for name, theirs in names.items()}
-        if self._hash(merged) != state["merged"]:
+        if self._hash(merged.__getitem__) != state["merged"]:
             raise CheckpointError(
                 f"{checkpoint.source}: the merged weights are not those that the state was saved with."
             )
@@ -325,9 +327,11 @@ class ContinualMerger:
         """Names of the parameters that are merged, each once."""
         return list(dict.fromkeys(layer.parameter for layer in self._units()))
 
-    def _hash(self, parameters: Mapping[str, Tensor]) -> str:
+    def _hash(self, read: Callable[[str], Tensor]) -> str:
+        """Fingerprint of the layers inside the parameters that ``read`` gives, a few of which are held at a time."""
+        read = functools.lru_cache(maxsize=4)(read)  # the parts of a fused tensor do not follow each other by name
         layers = sorted(self._units(), key=lambda layer: layer.name)
-        return fingerprint((layer.name, layer.view(parameters[layer.parameter])) for layer in layers)
+        return fingerprint((layer.name, layer.view(read(layer.parameter))) for layer in layers)
 
     def _current(self, name: str) -> Tensor:
         merged = self._merged.get(name)
@@ -430,6 +434,13 @@ class ContinualMerger:
         for earlier in self.reports:
             if earlier.incoming == hashed:
                 yield f"the same weights were folded before, as '{earlier.task}'"
+
+
+def _sound(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor without NaN and Inf."""
+    tensor = checkpoint[name]
+    require_finite(tensor, name, checkpoint.source)
+    return tensor
 
 
 def _explained(fold: Callable[[Stack], StackResult], stack: Stack) -> StackResult:
