@@ -33,6 +33,7 @@ from safemerge_pl.layers import (
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.preflight import require_dtype, require_finite, require_fit, require_values
+from safemerge_pl.sharing import Processes
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
 
@@ -76,6 +77,7 @@ class ContinualMerger:
         self.layers = select_layers(shapes, layers, self.method.scope)
         self.others = self._rest(layers) if self.method.merges_rest else []
         self.device = torch.device(device)
+        self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
         self.reports: list[FoldReport] = []
         self._merged: dict[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
         self._caches: dict[tuple[str, ...], dict[str, Tensor]] = {}
@@ -125,10 +127,7 @@ class ContinualMerger:
         state = copy.deepcopy(self.method.state_dict())
         try:
             with _exact_arithmetic(self.device):
-                names, checkpoint = self.check(incoming, task, values=False)
-                hashed = self._hash(
-                    lambda name: _sound(checkpoint, names[name])
-                )  # a bad value is found before the work
+                names, checkpoint, hashed = self.processes.agree(lambda: self._sound_incoming(incoming, task))
                 staged, rows, losses, solving = self._merge(checkpoint, names)
         except CheckpointError as error:
             self.method.load_state_dict(state)
@@ -172,6 +171,11 @@ class ContinualMerger:
             raise CheckpointError(f"a task of the name '{task}' is already merged; give another name.")
         checkpoint = open_checkpoint(incoming)
         return require_fit(self.pretrained, self._parameters(), checkpoint, values=values), checkpoint
+
+    def _sound_incoming(self, incoming: Source, task: str) -> tuple[dict[str, str], Checkpoint, str]:
+        """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
+        names, checkpoint = self.check(incoming, task, values=False)
+        return names, checkpoint, self._hash(lambda name: _sound(checkpoint, names[name]))
 
     def save(self, folder: str | Path, *, template: Source | None = None, dtype: folders.OutputDtype = "same") -> Path:
         """Write a complete model folder: weights, the base's other files, state to continue from, and a model card.
@@ -367,16 +371,11 @@ class ContinualMerger:
     def _results(
         self, checkpoint: Checkpoint, names: dict[str, str]
     ) -> Iterator[tuple[tuple[MergeLayer, ...], StackResult, list[LayerReport]]]:
-        """Fold stack by stack; on the CPU several small ones at a time, a core each."""
-
-        def fold(stack: Stack) -> tuple[StackResult, list[LayerReport]]:
-            with _exact_arithmetic(self.device):  # its switches are a thread's own
-                result = _explained(self.method.fold_stack, stack)
-                return result, layer_rows(stack, result)
-
+        """Fold stack by stack, several at a time where there are cores or processes for them."""
         for batch, on_cores in self._batches():
-            stacks = [self._read_stack(layers, checkpoint, names) for layers in batch]
-            results = map_on_cores(fold, stacks) if on_cores else [fold(stack) for stack in stacks]
+            mine = self.processes.agree(functools.partial(self._fold_batch, batch, on_cores, checkpoint, names))
+            shapes = [(len(layers), *layers[0].shape) for layers in batch]
+            results = self.processes.exchange(mine, shapes, self.device)
             yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
         for layer in self.others:
             stack = self._read_stack((layer,), checkpoint, names)
@@ -384,17 +383,30 @@ class ContinualMerger:
             yield (layer,), result, layer_rows(stack, result)
 
     def _batches(self) -> Iterator[tuple[list[tuple[MergeLayer, ...]], bool]]:
-        """Stacks that are in memory together, and whether each gets a core to itself.
+        """Stacks that are folded at the same time, and whether each gets a core to itself.
 
-        What is in a stack depends on shapes, method and kind of device only, never on the number of cores.
+        What is in a stack depends on shapes, method and kind of device only, never on the number of cores or processes.
         """
-        if self.device.type != "cpu" or not self.method.concurrent:
-            yield from (([stack], False) for stack in plan_stacks(self.layers))
-            return
-        plan = plan_stacks(self.layers, CORE_STACK_ENTRIES)
+        cores = self.device.type == "cpu" and self.method.concurrent
+        plan = plan_stacks(self.layers, CORE_STACK_ENTRIES) if cores else plan_stacks(self.layers)
         for small, group in itertools.groupby(plan, lambda stack: math.prod(stack[0].shape) <= MAX_CORE_ENTRIES):
-            stacks, size = list(group), torch.get_num_threads() if small else 1
-            yield from ((stacks[start : start + size], small) for start in range(0, len(stacks), size))
+            stacks, size = list(group), self.processes.count
+            if cores and small:
+                size *= self.processes.threads
+            yield from ((stacks[start : start + size], cores and small) for start in range(0, len(stacks), size))
+
+    def _fold_batch(
+        self, batch: list[tuple[MergeLayer, ...]], on_cores: bool, checkpoint: Checkpoint, names: dict[str, str]
+    ) -> list[tuple[StackResult, list[LayerReport]]]:
+        """This process's part of a batch."""
+
+        def fold(stack: Stack) -> tuple[StackResult, list[LayerReport]]:
+            with _exact_arithmetic(self.device):  # its switches are a thread's own
+                result = _explained(self.method.fold_stack, stack)
+                return result, layer_rows(stack, result)
+
+        stacks = [self._read_stack(layers, checkpoint, names) for layers in self.processes.mine(batch)]
+        return map_on_cores(fold, stacks) if on_cores else [fold(stack) for stack in stacks]
 
     def _rescale(self, staged: dict[str, Tensor]) -> None:
         """Apply the method's factor to the accumulated vectors, in place."""

@@ -13,6 +13,7 @@ from safemerge_pl.checkpoints import CheckpointError, Source
 from safemerge_pl.experts import Experts, find_experts
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
+from safemerge_pl.sharing import Processes
 
 __all__ = ["MergeCallback"]
 
@@ -111,6 +112,7 @@ class MergeCallback(L.Callback):
         """Take up a restored position, now that module and checkpoint are in place."""
         merger = self._require_merger()
         merger.device = torch.device(pl_module.device if self.device == "auto" else self.device)
+        merger.processes = Processes(shared=trainer.world_size > 1 and merger.method.concurrent)
         if self._restored is not None:
             try:
                 merger.load_state_dict(self._restored, self.target(pl_module))
