@@ -85,8 +85,12 @@ def complement_basis(vectors: Tensor, basis: Tensor) -> Tensor:
     wide, base = vectors.double(), basis.double()
     residual = wide - base @ (base.mT @ wide)
     residual = residual - base @ (base.mT @ residual)  # a second pass removes what rounding left of the first
-    left, values, _ = _svd(residual)
     tolerance = numerical_rank_tolerance(tuple(vectors.shape), vectors.dtype)
+    if vectors.dtype == torch.float64:
+        left, values, _ = _svd(residual)
+    else:  # the columns are lengths of at most 1: there is no larger one to hide behind
+        values, right = _gram_svd(residual)
+        left = residual @ (right / torch.where(values > tolerance, values, 1.0)[:, None])
     return torch.where((values > tolerance)[:, None, :], left, 0.0).to(vectors.dtype)
 
 
