@@ -99,7 +99,7 @@ def _unwrapped(name: str) -> str:
     return re.sub(r"(?:^|(?<=\.))(?:_orig_mod|module)\.", "", name)
 
 
-_TOWERS = {"vision_model", "visual", "model", "backbone", "base_model", "transformer"}
+_TOWERS = {"vision_model", "visual", "image_encoder", "model", "backbone", "base_model", "transformer"}
 """What a wanted name may lack in a checkpoint. Anything else at its start tells layers and towers apart."""
 
 
