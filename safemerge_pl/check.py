@@ -12,7 +12,7 @@ from safemerge_pl.data import StreamDataModule
 from safemerge_pl.experts import find_experts
 from safemerge_pl.layers import plan_stacks, select_layers
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.preflight import require_fit
+from safemerge_pl.preflight import aligned, require_fit
 
 __all__ = ["check_stream"]
 
@@ -55,7 +55,9 @@ def check_stream(
         return facts, [*problems, *str(error).splitlines()]
     for task, source in experts.items():
         try:
-            require_fit(base, parameters, open_checkpoint(source), values=False)
+            incoming = aligned(base, parameters, open_checkpoint(source), values=False)
+            require_fit(base, parameters, incoming, values=False)
+            facts += [f"task '{task}': {note}" for note in incoming.notes]
         except ValueError as error:
             problems.append(f"task '{task}': {error}")
     entries = sum(math.prod(layer.shape) for layer in layers)

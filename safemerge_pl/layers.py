@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["MergeLayer", "Scope", "plan_stacks", "select_layers"]
+__all__ = ["MergeLayer", "Scope", "known_layers", "parts_of", "plan_stacks", "select_layers", "vision_only"]
 
 Scope = Literal["selected", "selected_out", "linear", "matrix", "none"]
 """Which matrices are merged: attention and first feed-forward, these and T5's second feed-forward, every linear layer,
@@ -221,6 +221,16 @@ def known_layers(names: Iterable[str]) -> list[str]:
         ['blocks.0.mlp.fc1.weight']
     """
     return [name for name in names if any(rule.pattern.search(name) for rule in _RULES)]
+
+
+def parts_of(parameter: str, shape: Sequence[int]) -> list[MergeLayer]:
+    """The layers of a known family inside one parameter, merged by default or not; none for any other parameter.
+
+    Example:
+        >>> [part.rows for part in parts_of("visual.transformer.resblocks.0.attn.in_proj_weight", (6, 2))]
+        [(0, 2), (2, 4), (4, 6)]
+    """
+    return _layers_of(parameter, tuple(shape), keep_unknown=False, wide=True)
 
 
 def _layers_of(parameter: str, shape: tuple[int, ...], *, keep_unknown: bool, wide: bool) -> list[MergeLayer]:

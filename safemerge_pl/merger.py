@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl import folders
+from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.cores import map_on_cores
 from safemerge_pl.fold_report import FoldReport, LayerReport, layer_rows
@@ -32,7 +33,7 @@ from safemerge_pl.layers import (
 )
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.methods.safe_merge import SafeMerge
-from safemerge_pl.preflight import require_dtype, require_finite, require_fit, require_values
+from safemerge_pl.preflight import aligned, require_dtype, require_finite, require_fit, require_values
 from safemerge_pl.sharing import Processes
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
@@ -148,7 +149,7 @@ class ContinualMerger:
             kept_fraction=sum(row.kept_fraction * size for row, size in zip(rows, entries, strict=True)) / sum(entries),
             losses=tuple(losses),
             layers=tuple(rows),
-            notes=tuple(self._notes(rows, hashed)),
+            notes=tuple(self._notes(checkpoint, rows, hashed)),
         )
         self.reports.append(report)
         return report
@@ -159,7 +160,7 @@ class ContinualMerger:
         Args:
             incoming: as for :meth:`fold`.
             task: as for :meth:`fold`.
-            values: also read the tensors and look for NaN and Inf; otherwise headers only.
+            values: also read the tensors and look for NaN and Inf; otherwise headers only (and an adapter's factors).
 
         Returns:
             The incoming name of each parameter to merge, and the opened checkpoint.
@@ -169,7 +170,7 @@ class ContinualMerger:
         """
         if task.casefold() in (name.casefold() for name in self.tasks):
             raise CheckpointError(f"a task of the name '{task}' is already merged; give another name.")
-        checkpoint = open_checkpoint(incoming)
+        checkpoint = aligned(self.pretrained, self._parameters(), open_checkpoint(incoming))
         return require_fit(self.pretrained, self._parameters(), checkpoint, values=values), checkpoint
 
     def _sound_incoming(self, incoming: Source, task: str) -> tuple[dict[str, str], Checkpoint, str]:
@@ -440,7 +441,8 @@ class ContinualMerger:
         )
         return Stack(key, len(self.reports) + 1, theta_0, merged_so_far, theta_t, self._caches.setdefault(key, {}))
 
-    def _notes(self, rows: list[LayerReport], hashed: str) -> Iterator[str]:
+    def _notes(self, checkpoint: Checkpoint, rows: list[LayerReport], hashed: str) -> Iterator[str]:
+        yield from checkpoint.notes
         if not any(row.task_norm for row in rows):
             yield "its merged layers equal the pretrained model's: nothing was added"
         for earlier in self.reports:
@@ -508,6 +510,8 @@ def _tied(checkpoint: Checkpoint) -> dict[str, str]:
 def _snapshot(pretrained: Source) -> Checkpoint:
     """The pretrained model; copied where somebody else could change its tensors."""
     checkpoint = open_checkpoint(pretrained)
+    if isinstance(checkpoint, Adapter):
+        raise CheckpointError(f"{checkpoint.source} is an adapter; `pretrained` needs the whole model it was made for.")
     if isinstance(pretrained, (str, Path, Checkpoint)):
         return checkpoint
     for name in checkpoint:

@@ -5,9 +5,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, match_names
+from safemerge_pl.layouts import relaid
 
-__all__ = ["require_dtype", "require_finite", "require_fit", "require_values"]
+__all__ = ["aligned", "require_dtype", "require_finite", "require_fit", "require_values"]
+
+
+def aligned(
+    pretrained: Checkpoint, parameters: Sequence[str], incoming: Checkpoint, *, values: bool = True
+) -> Checkpoint:
+    """An incoming model as one of the pretrained model's kind: an adapter on its base, another layout turned.
+
+    Args:
+        pretrained: the model all others were fine-tuned from; adapters are put on it.
+        parameters: its names of the parameters to merge.
+        incoming: the model to merge.
+        values: also read an adapter's tensors; otherwise headers only.
+
+    Returns:
+        A checkpoint that holds what :func:`require_fit` looks for, or ``incoming`` as it is.
+
+    Raises:
+        CheckpointError: if an adapter does not fit, or changes nothing that is merged.
+    """
+    if isinstance(incoming, Adapter):
+        bound = incoming.bind(pretrained)
+        bound.require_change(parameters, values=values)
+        return bound
+    try:
+        match_names(parameters, incoming)
+    except CheckpointError:
+        other = relaid({name: pretrained.shape(name) for name in parameters}, incoming)
+        return incoming if other is None else other
+    return incoming
 
 
 def require_fit(

@@ -13,6 +13,7 @@ from safemerge_pl.checkpoints import Source, match_names, open_checkpoint
 from safemerge_pl.cores import forward_on_cores
 from safemerge_pl.data import StreamDataModule, as_it_is
 from safemerge_pl.heads import zero_shot_head
+from safemerge_pl.preflight import aligned
 
 __all__ = ["Scorer", "expert_weights", "swapped_weights"]
 
@@ -53,15 +54,20 @@ class Scorer:
         return int(right) / len(images)
 
 
-def expert_weights(tower: nn.Module, source: Source) -> dict[str, Tensor]:
+def expert_weights(pretrained: Source, source: Source) -> dict[str, Tensor]:
     """All tensors of a fine-tuned model by the names of a tower.
+
+    Args:
+        pretrained: the tower with its pretrained weights; an adapter is put on these.
+        source: the fine-tuned model, in any form.
 
     Raises:
         CheckpointError: if the model lacks one of the tower's tensors.
     """
-    checkpoint = open_checkpoint(source)
-    names = match_names([name for name, value in tower.state_dict().items() if value.is_floating_point()], checkpoint)
-    return {name: checkpoint[theirs] for name, theirs in names.items()}
+    base = open_checkpoint(pretrained)
+    wanted = [name for name in base if base.dtype(name).is_floating_point]
+    checkpoint = aligned(base, wanted, open_checkpoint(source))
+    return {name: checkpoint[theirs] for name, theirs in match_names(wanted, checkpoint).items()}
 
 
 @contextmanager

@@ -191,6 +191,18 @@ def test_shapes_and_dtypes_come_from_headers_alone(tmp_path: Path, monkeypatch: 
         checkpoint[tiny.only_weights(tiny.tower())[0]]
 
 
+@pytest.mark.parametrize("make", [as_shards, as_safetensors, as_folder])
+def test_opening_and_asking_for_a_name_reads_headers_only(
+    make: Callable[[Tensors, Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make(weights(), tmp_path)
+    tiny.refuse_to_read(monkeypatch)
+    checkpoint = open_checkpoint(source)
+    assert "layer.weight" in checkpoint
+    assert "layer.bias" not in checkpoint
+    assert {"layer.weight", "mask"} <= checkpoint.keys()
+
+
 def test_reading_one_tensor_opens_its_shard_only(tmp_path: Path) -> None:
     folder = as_shards(weights(), tmp_path)
     checkpoint = open_checkpoint(folder)

@@ -60,10 +60,11 @@ class ReferenceRows(L.Callback):
         self, trainer: L.Trainer, module: ContinualMergeModule, data: StreamDataModule, merge: MergeCallback
     ) -> dict[str, Any]:
         target = merge.target(module)
+        pretrained = target if merge.merger is None else merge.merger.pretrained
         own: dict[str, float] = {}
         controls: dict[str, list[float]] = {name: [] for name in data.controls}
         for task, source in merge.sources.items():
-            with swapped_weights(target, expert_weights(target, source)):
+            with swapped_weights(target, expert_weights(pretrained, source)):
                 scores = _score(trainer, module, data, (task, *data.controls))
             own[task] = scores[task]
             for name in data.controls:
