@@ -28,9 +28,8 @@ from safemerge_pl.experts import find_experts
 from safemerge_pl.memory import PeakMemory
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.module import summarise
 from safemerge_pl.report import write_json
-from safemerge_pl.scoring import Scorer, expert_weights, swapped_weights
+from safemerge_pl.scoring import Scorer, individual_row, score_row, summarise, swapped_weights
 from safemerge_pl.stream import TaskStream
 
 __all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
@@ -168,8 +167,8 @@ class Study:
         blank = pickle.dumps(self)  # for other processes, before anything is loaded
         self.backbone.load()
         scorers = {name: Scorer(self.backbone, data) for name, data in self.streams.items()}
-        for name, data in self.streams.items():
-            self.references[name] = self._reference_rows(name, data, sources[name], scorers[name])
+        for name in self.streams:
+            self.references[name] = self._reference_rows(name, sources[name], scorers[name])
         paths = [self._path(cell, sources[cell.stream]) for cell in cells]
         missing = [index for index, path in enumerate(paths) if not path.exists()]
         start, measured = time.perf_counter(), 0
@@ -229,9 +228,9 @@ class Study:
                 merger.fold(sources[task], task)
             peaks += [] if peak.mib is None else [peak.mib]
             with swapped_weights(tower, merger.merged_parameters()):
-                when_merged[task] = scorer.accuracy(task)
+                when_merged[task] = scorer.score(task)
                 if task == order[-1]:
-                    last = {name: scorer.accuracy(name) for name in (*order, *data.controls) if name != task}
+                    last = {name: scorer.score(name) for name in (*order, *data.controls) if name != task}
         last[order[-1]] = when_merged[order[-1]]
         scores = summarise([last[task] for task in order], [last[name] for name in data.controls])
         earlier = list(order)[:-1]
@@ -251,9 +250,7 @@ class Study:
             "seconds": time.perf_counter() - start,
         }
 
-    def _reference_rows(
-        self, stream: str, data: StreamDataModule, sources: dict[str, Source], scorer: Scorer
-    ) -> dict[str, dict[str, Any]]:
+    def _reference_rows(self, stream: str, sources: dict[str, Source], scorer: Scorer) -> dict[str, dict[str, Any]]:
         """Scores of the pretrained model and of the experts on their own (METHODS 12)."""
         rows: dict[str, dict[str, Any]] = {}
         tower = self._tower()
@@ -261,18 +258,11 @@ class Study:
         if known.exists():
             rows = json.loads(known.read_text())
         if self.pretrained and "Pre-trained" not in rows:
-            found = {name: scorer.accuracy(name) for name in (*data.stream, *data.controls)}
-            rows["Pre-trained"] = _row(found, data)
+            rows["Pre-trained"] = score_row(scorer)
         if self.individual and "Individual" not in rows:
-            own: dict[str, float] = {}
-            controls: dict[str, list[float]] = {name: [] for name in data.controls}
-            for task, source in sources.items():
-                with swapped_weights(tower, expert_weights(tower, source)):
-                    own[task] = scorer.accuracy(task)
-                    for name in data.controls:
-                        controls[name].append(scorer.accuracy(name))
-                print(f"expert {task}: {100 * own[task]:.1f}", flush=True)
-            rows["Individual"] = _row({**own, **{n: sum(v) / len(v) for n, v in controls.items()}}, data)
+            rows["Individual"] = individual_row(
+                scorer, tower, sources, lambda task, row: print(f"expert {task}: {100 * row['acc']:.1f}", flush=True)
+            )
         write_json(known, rows)
         wanted = {"Pre-trained": self.pretrained, "Individual": self.individual}
         return {name: row for name, row in rows.items() if wanted[name]}
@@ -315,11 +305,6 @@ def _start_worker(blank: bytes, threads: int) -> None:
 def _measure_in_worker(index: int, path: Path) -> None:
     cell = _worker["cells"][index]
     write_json(path, _worker["study"]._measure(cell, _worker["scorers"][cell.stream]))
-
-
-def _row(accuracies: dict[str, float], data: StreamDataModule) -> dict[str, Any]:
-    tasks, controls = [accuracies[name] for name in data.stream], [accuracies[name] for name in data.controls]
-    return {**summarise(tasks, controls), "accuracies": accuracies}
 
 
 def _stamp(source: Source) -> list[Any]:
