@@ -1,7 +1,7 @@
 """Data of a merge stream: the tasks seen so far and the held-out control sets, one loader each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,15 @@ class StreamDataModule(L.LightningDataModule):
     @abstractmethod
     def load_set(self, name: str) -> LabelledSet:
         """Open a task's test set or a control set."""
+
+    def settings(self) -> dict[str, Any]:
+        """What else the scores on its sets depend on, as plain values."""
+        return {}
+
+    @property
+    def expected(self) -> Mapping[str, Mapping[str, float]]:
+        """Published scores by set, of the ``"pretrained"`` model and of the ``"individual"`` experts on their tasks."""
+        return {}
 
     def image_set(self, name: str) -> LabelledSet:
         """A set, opened once."""

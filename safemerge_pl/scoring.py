@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,10 +140,13 @@ class Scorer:
     def score(self, name: str) -> float:
         """Go through a whole set and score it; the module may be in the middle of a training epoch."""
         device, training = next(self.backbone.parameters()).device, self.backbone.training
+        trainer = self.data.trainer
+        precision = nullcontext() if trainer is None else trainer.precision_plugin.val_step_context()
         self.backbone.eval()
         try:
-            for batch in self.data.loader(name, self.backbone):
-                self.count(name, move_data_to_device(batch, device))
+            with precision:
+                for batch in self.data.loader(name, self.backbone):
+                    self.count(name, move_data_to_device(batch, device))
         finally:
             self.backbone.train(training)
         return self.take(name)[0]

@@ -284,6 +284,7 @@ class Study:
             "backbone": self.backbone.spec(),
             "tasks": list(data.stream),
             "controls": list(data.controls),
+            **data.settings(),
             "experts": {task: _stamp(source) for task, source in sources.items()},
             **extra,
         }

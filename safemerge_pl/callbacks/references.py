@@ -1,12 +1,14 @@
 """The two rows every merge is read against: the pretrained model and the experts on their own."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.scoring import individual_row, score_row, swapped_weights
+from safemerge_pl.scoring import Row, Scorer, individual_row, score_row, swapped_weights
 
 __all__ = ["ReferenceRows"]
 
@@ -21,11 +23,13 @@ class ReferenceRows(L.Callback):
     Args:
         enabled: measure the rows at all.
         individual: measure the experts too; costs one pass over the control sets for each.
+        assert_scores: stop where a score is further from the published one, as the data knows it, than this; a share,
+            0.01 is one point.
     """
 
-    def __init__(self, enabled: bool = True, individual: bool = True) -> None:
+    def __init__(self, enabled: bool = True, individual: bool = True, assert_scores: float | None = None) -> None:
         super().__init__()
-        self.enabled, self.individual = enabled, individual
+        self.enabled, self.individual, self.assert_scores = enabled, individual, assert_scores
         self.rows: dict[str, dict[str, Any]] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -36,15 +40,23 @@ class ReferenceRows(L.Callback):
         scorer = pl_module.scorer if isinstance(pl_module, ContinualMergeModule) else None
         if scorer is None:
             return
+        if self.assert_scores is not None and not scorer.data.expected:
+            raise MisconfigurationException(
+                f"`assert_scores` is set, but {type(scorer.data).__name__} knows no published scores as it is set up."
+            )
         target = merge.target(pl_module)
+
+        def told(task: str, row: Row) -> None:
+            _say(trainer, f"expert {task}", row)
+            self._compare(scorer, "individual", {task: row["acc"]})
+
         if "pretrained" not in self.rows:
             with swapped_weights(target, dict(merge.merger.pretrained)):
                 self.rows["pretrained"] = score_row(scorer)
             _say(trainer, "pretrained", self.rows["pretrained"])
+            self._compare(scorer, "pretrained", self.rows["pretrained"]["accuracies"])
         if self.individual and "individual" not in self.rows:
-            self.rows["individual"] = individual_row(
-                scorer, target, merge.sources, lambda task, row: _say(trainer, f"expert {task}", row)
-            )
+            self.rows["individual"] = individual_row(scorer, target, merge.sources, told)
             _say(trainer, "individual", self.rows["individual"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,6 +66,20 @@ class ReferenceRows(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the rows of an earlier run."""
         self.rows = dict(state_dict["rows"])
+
+    def _compare(self, scorer: Scorer, kind: str, found: Mapping[str, float]) -> None:
+        """Refuse to go on with a model, data or prompts that are not those of the published scores."""
+        if self.assert_scores is None:
+            return
+        published = scorer.data.expected.get(kind, {})
+        far = [name for name in found if abs(found[name] - published.get(name, found[name])) > self.assert_scores]
+        if far:
+            scores = "; ".join(f"{name} {100 * found[name]:.2f}, published {100 * published[name]:.2f}" for name in far)
+            raise MisconfigurationException(
+                f"the {'experts' if kind == 'individual' else 'pretrained model'} should score within "
+                f"{100 * self.assert_scores:g} points of the published numbers, but: {scores}. Model, data or prompts "
+                "are others; without `assert_scores` the run goes on."
+            )
 
 
 def _say(trainer: L.Trainer, what: str, row: dict[str, Any]) -> None:
