@@ -62,7 +62,7 @@ class GLUEData(StreamDataModule):
 
     @property
     def expected(self) -> dict[str, dict[str, float]]:
-        """Published scores of google/flan-t5-base and of the experts on their own tasks; none for a part of the rows."""
+        """Published scores of google/flan-t5-base and its experts on their own tasks; none for a part of the rows."""
         if self.max_rows is not None:
             return {}
         sets, names = _about()["sets"], (*self.stream, *self.controls)
@@ -105,7 +105,7 @@ class GLUEData(StreamDataModule):
                 allow_patterns=[f"{name}/{split}-*.parquet", f"{name}/{split}.parquet"],
             )
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
             raise ValueError(
                 f"{name} of {self.dataset_id} is not in the local cache and cannot be fetched ({reason}); run once "
                 "with a network, or give `folder`."

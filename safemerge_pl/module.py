@@ -12,7 +12,8 @@ from torch import Tensor
 from safemerge_pl.backbones import Backbone, CLIPBackbone, build_backbone
 from safemerge_pl.data import StreamDataModule
 from safemerge_pl.metrics import AccuracyMatrix
-from safemerge_pl.scoring import Scorer, summarise
+from safemerge_pl.rows import summarise
+from safemerge_pl.scoring import Scorer
 
 __all__ = ["ContinualMergeModule"]
 

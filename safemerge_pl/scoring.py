@@ -1,7 +1,7 @@
 """Score the weights that a backbone holds: counts a batch, summed over batches and processes, then one number a set."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,20 +18,7 @@ from safemerge_pl.heads import zero_shot_head
 if TYPE_CHECKING:
     from safemerge_pl.data import ImageSet, StreamDataModule
 
-__all__ = [
-    "Row",
-    "Scorer",
-    "SetScore",
-    "ZeroShotScore",
-    "expert_weights",
-    "individual_row",
-    "score_row",
-    "summarise",
-    "swapped_weights",
-]
-
-Row = dict[str, Any]
-"""``ACC``, ``Gen`` and ``H`` where defined, and ``accuracies`` by set; plain values."""
+__all__ = ["Scorer", "SetScore", "ZeroShotScore", "expert_weights", "swapped_weights"]
 
 
 class SetScore(ABC):
@@ -152,54 +139,6 @@ class Scorer:
         return self.take(name)[0]
 
 
-def score_row(scorer: Scorer) -> Row:
-    """The weights in place on all tasks and control sets of the data."""
-    data = scorer.data
-    return _row({name: scorer.score(name) for name in (*data.stream, *data.controls)}, data)
-
-
-def individual_row(
-    scorer: Scorer, tower: nn.Module, sources: Mapping[str, Source], told: Callable[[str, Row], None] = lambda *_: None
-) -> Row:
-    """Each expert on its own task, and the experts' mean on every control set (METHODS 12).
-
-    Args:
-        scorer: of the backbone that holds ``tower``.
-        tower: gets each expert's weights for a while.
-        sources: the expert of each task.
-        told: called after each expert with its task and row.
-    """
-    data = scorer.data
-    own: dict[str, float] = {}
-    controls: dict[str, list[float]] = {name: [] for name in data.controls}
-    for task, source in sources.items():
-        with swapped_weights(tower, expert_weights(tower, source)):
-            scores = {name: scorer.score(name) for name in (task, *data.controls)}
-        own[task] = scores[task]
-        for name in data.controls:
-            controls[name].append(scores[name])
-        told(task, {"acc": own[task], **summarise([], [scores[name] for name in data.controls])})
-    return _row({**own, **{name: sum(values) / len(values) for name, values in controls.items()}}, data)
-
-
-def summarise(tasks: Sequence[float], controls: Sequence[float]) -> dict[str, float]:
-    """ACC, Gen. and H of one model that was scored on everything.
-
-    Example:
-        >>> summarise([0.5, 1.0], [0.25, 0.5])
-        {'ACC': 0.75, 'Gen': 0.375, 'H': 0.5}
-    """
-    scores = {}
-    if tasks:
-        scores["ACC"] = sum(tasks) / len(tasks)
-    if controls:
-        scores["Gen"] = sum(controls) / len(controls)
-    if tasks and controls:
-        acc, gen = scores["ACC"], scores["Gen"]
-        scores["H"] = 2 * acc * gen / (acc + gen) if min(acc, gen) > 0 else 0.0
-    return scores
-
-
 def expert_weights(tower: nn.Module, source: Source) -> dict[str, Tensor]:
     """All tensors of a fine-tuned model by the names of a tower; a tied tensor once, under any name the file has.
 
@@ -238,11 +177,6 @@ def swapped_weights(tower: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator
         with torch.no_grad():
             for name, tensor in kept.items():
                 parameters[name].copy_(tensor)
-
-
-def _row(accuracies: dict[str, float], data: "StreamDataModule") -> Row:
-    tasks, controls = [accuracies[name] for name in data.stream], [accuracies[name] for name in data.controls]
-    return {**summarise(tasks, controls), "accuracies": accuracies}
 
 
 def _holds(checkpoint: Mapping[str, Tensor], name: str) -> bool:

@@ -29,7 +29,8 @@ from safemerge_pl.memory import PeakMemory
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.report import write_json
-from safemerge_pl.scoring import Scorer, individual_row, score_row, summarise, swapped_weights
+from safemerge_pl.rows import individual_row, require_published, score_row, summarise
+from safemerge_pl.scoring import Scorer, swapped_weights
 from safemerge_pl.stream import TaskStream
 
 __all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
@@ -114,6 +115,8 @@ class Study:
         jobs: processes that measure cells side by side, each with its share of the threads. Times and memory of an
             overhead table are only comparable with one. In a script, more than one needs the usual
             ``if __name__ == "__main__":`` guard.
+        device: where models are merged and scored: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU where there is one.
+        assert_scores: stop where a reference row is further from the published scores than this share.
     """
 
     def __init__(
@@ -130,6 +133,8 @@ class Study:
         individual: bool = True,
         overhead: bool = False,
         jobs: int = 1,
+        device: str = "cpu",
+        assert_scores: float | None = None,
     ) -> None:
         labels = [row.label for row in rows]
         if not rows or len(set(labels)) < len(labels):
@@ -143,6 +148,8 @@ class Study:
         if jobs < 1:
             raise MisconfigurationException(f"`jobs` must be at least 1, got {jobs}.")
         self.pretrained, self.individual, self.jobs = pretrained, individual, jobs
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self.assert_scores = assert_scores
         self.results: list[dict[str, Any]] = []
         self.references: dict[str, dict[str, dict[str, Any]]] = {}
 
@@ -165,7 +172,7 @@ class Study:
             _check_figure(figure, self)
         sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
         blank = pickle.dumps(self)  # for other processes, before anything is loaded
-        self.backbone.load()
+        self._load()
         scorers = {name: Scorer(self.backbone, data) for name, data in self.streams.items()}
         for name in self.streams:
             self.references[name] = self._reference_rows(name, sources[name], scorers[name])
@@ -257,15 +264,23 @@ class Study:
         known = self.folder / "cells" / f"references-{self._hash(stream, sources, {})}.json"
         if known.exists():
             rows = json.loads(known.read_text())
+
+        def told(task: str, row: dict[str, Any]) -> None:
+            print(f"expert {task}: {100 * row['acc']:.1f}", flush=True)
+            require_published(scorer.data, "individual", {task: row["acc"]}, self.assert_scores)
+
         if self.pretrained and "Pre-trained" not in rows:
             rows["Pre-trained"] = score_row(scorer)
+            require_published(scorer.data, "pretrained", rows["Pre-trained"]["accuracies"], self.assert_scores)
         if self.individual and "Individual" not in rows:
-            rows["Individual"] = individual_row(
-                scorer, tower, sources, lambda task, row: print(f"expert {task}: {100 * row['acc']:.1f}", flush=True)
-            )
+            rows["Individual"] = individual_row(scorer, tower, sources, told)
         write_json(known, rows)
         wanted = {"Pre-trained": self.pretrained, "Individual": self.individual}
         return {name: row for name, row in rows.items() if wanted[name]}
+
+    def _load(self) -> None:
+        self.backbone.load()
+        self.backbone.to(self.device)
 
     def _tower(self) -> Any:
         return getattr(self.backbone, self.backbone.merged_attr)
@@ -284,8 +299,8 @@ class Study:
             "backbone": self.backbone.spec(),
             "tasks": list(data.stream),
             "controls": list(data.controls),
-            **data.settings(),
             "experts": {task: _stamp(source) for task, source in sources.items()},
+            **({"data": data.settings()} if data.settings() else {}),
             **extra,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
@@ -298,7 +313,7 @@ _worker: dict[str, Any] = {}
 def _start_worker(blank: bytes, threads: int) -> None:
     torch.set_num_threads(threads)
     study: Study = pickle.loads(blank)
-    study.backbone.load()
+    study._load()
     scorers = {name: Scorer(study.backbone, data) for name, data in study.streams.items()}
     _worker.update(study=study, cells=study.cells(), scorers=scorers)
 

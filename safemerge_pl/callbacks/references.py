@@ -1,14 +1,13 @@
 """The two rows every merge is read against: the pretrained model and the experts on their own."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.scoring import Row, Scorer, individual_row, score_row, swapped_weights
+from safemerge_pl.rows import Row, individual_row, require_published, score_row
+from safemerge_pl.scoring import swapped_weights
 
 __all__ = ["ReferenceRows"]
 
@@ -40,21 +39,17 @@ class ReferenceRows(L.Callback):
         scorer = pl_module.scorer if isinstance(pl_module, ContinualMergeModule) else None
         if scorer is None:
             return
-        if self.assert_scores is not None and not scorer.data.expected:
-            raise MisconfigurationException(
-                f"`assert_scores` is set, but {type(scorer.data).__name__} knows no published scores as it is set up."
-            )
         target = merge.target(pl_module)
 
         def told(task: str, row: Row) -> None:
             _say(trainer, f"expert {task}", row)
-            self._compare(scorer, "individual", {task: row["acc"]})
+            require_published(scorer.data, "individual", {task: row["acc"]}, self.assert_scores)
 
         if "pretrained" not in self.rows:
             with swapped_weights(target, dict(merge.merger.pretrained)):
                 self.rows["pretrained"] = score_row(scorer)
             _say(trainer, "pretrained", self.rows["pretrained"])
-            self._compare(scorer, "pretrained", self.rows["pretrained"]["accuracies"])
+            require_published(scorer.data, "pretrained", self.rows["pretrained"]["accuracies"], self.assert_scores)
         if self.individual and "individual" not in self.rows:
             self.rows["individual"] = individual_row(scorer, target, merge.sources, told)
             _say(trainer, "individual", self.rows["individual"])
@@ -66,20 +61,6 @@ class ReferenceRows(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the rows of an earlier run."""
         self.rows = dict(state_dict["rows"])
-
-    def _compare(self, scorer: Scorer, kind: str, found: Mapping[str, float]) -> None:
-        """Refuse to go on with a model, data or prompts that are not those of the published scores."""
-        if self.assert_scores is None:
-            return
-        published = scorer.data.expected.get(kind, {})
-        far = [name for name in found if abs(found[name] - published.get(name, found[name])) > self.assert_scores]
-        if far:
-            scores = "; ".join(f"{name} {100 * found[name]:.2f}, published {100 * published[name]:.2f}" for name in far)
-            raise MisconfigurationException(
-                f"the {'experts' if kind == 'individual' else 'pretrained model'} should score within "
-                f"{100 * self.assert_scores:g} points of the published numbers, but: {scores}. Model, data or prompts "
-                "are others; without `assert_scores` the run goes on."
-            )
 
 
 def _say(trainer: L.Trainer, what: str, row: dict[str, Any]) -> None:
