@@ -1,6 +1,9 @@
 """SAFE-Merge at each task boundary."""
 
+from typing_extensions import Unpack
+
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.masking import Keep
 from safemerge_pl.methods import SafeMerge
 
@@ -8,7 +11,7 @@ __all__ = ["SAFEMergeCallback"]
 
 
 class SAFEMergeCallback(MergeCallback):
-    r"""Fold one model an epoch by SAFE-Merge.
+    r"""Fold one model after another by SAFE-Merge: from checkpoints, or as a training loop makes them.
 
     Args:
         experts: see :class:`MergeCallback`.
@@ -28,10 +31,13 @@ class SAFEMergeCallback(MergeCallback):
         layers: see :class:`MergeCallback`.
         module_attr: see :class:`MergeCallback`.
         device: see :class:`MergeCallback`.
+        **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Example:
         >>> SAFEMergeCallback(keep_ratio=0.3).method.keep_ratio
         0.3
+        >>> SAFEMergeCallback(epochs_per_task=5, module_attr="encoder").live.epochs_per_task
+        5
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class SAFEMergeCallback(MergeCallback):
         layers: list[str] | None = None,
         module_attr: str | None = None,
         device: str = "auto",
+        **live: Unpack[LiveOptions],
     ) -> None:
         method = SafeMerge(
             keep_ratio=keep_ratio,
@@ -69,4 +76,4 @@ class SAFEMergeCallback(MergeCallback):
             use_recovery=use_recovery,
             seed=seed,
         )
-        super().__init__(method, experts, layers, module_attr, device)
+        super().__init__(method, experts, layers, module_attr, device, **live)
