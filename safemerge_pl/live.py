@@ -142,7 +142,7 @@ class LiveMerger(ContinualMerger):
         """Everything needed to continue, as plain values and tensors; not the pretrained weights, only their hash."""
         return {
             "merger": self.state_dict(),
-            "merged": self.merged_parameters() if self.tasks else {},
+            "merged": dict(self.merged_parameters()) if self.tasks else {},
             "adapters": dict(self._adapters),
             "rest": self._rest_hash(),
             "settings": {"restart_from": self.restart_from, "rest": self.rest},

@@ -7,8 +7,9 @@ import importlib
 import itertools
 import json
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,7 @@ from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.preflight import aligned, require_dtype, require_finite, require_fit, require_values
 from safemerge_pl.sharing import Processes
+from safemerge_pl.store import DiskTensors, LazyTensors
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
 
@@ -49,6 +51,8 @@ class ContinualMerger:
         method: how to merge; SAFE-Merge with its defaults if left out.
         layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
         device: where the arithmetic runs; results stay on the CPU.
+        workspace: folder where merged weights wait between two folds instead of in memory, for models that do not fit;
+            an earlier merge is read from its own folder then. Files in it are removed when they are replaced.
 
     Raises:
         CheckpointError: if ``pretrained`` cannot be read or holds NaN or Inf in a layer to merge.
@@ -70,7 +74,9 @@ class ContinualMerger:
         *,
         layers: Sequence[str] | None = None,
         device: str | torch.device = "cpu",
+        workspace: str | Path | None = None,
     ) -> None:
+        self.workspace = None if workspace is None else Path(workspace)
         self.method = SafeMerge() if method is None else method
         self.pretrained = _snapshot(pretrained)
         self._aliases = _tied(self.pretrained)
@@ -80,7 +86,7 @@ class ContinualMerger:
         self.device = torch.device(device)
         self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
         self.reports: list[FoldReport] = []
-        self._merged: dict[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
+        self._merged: Mapping[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
         self._caches: dict[tuple[str, ...], dict[str, Tensor]] = {}
         with _exact_arithmetic(self.device):
             for name in self._parameters():
@@ -103,9 +109,10 @@ class ContinualMerger:
             for name, tensor in tensors.items()
         }
 
-    def merged_parameters(self) -> dict[str, Tensor]:
+    def merged_parameters(self) -> Mapping[str, Tensor]:
         """Those parameters that the method merges, float32; not copies: do not change them."""
-        return {name: self._current(name) for name in self._parameters()}
+        found = LazyTensors(self._parameters(), self._current)
+        return dict(found) if self.workspace is None else found
 
     def fingerprint(self) -> str:
         """SHA-256 of the merged layers in float32, the same for every library that stores the model."""
@@ -136,7 +143,7 @@ class ContinualMerger:
         except BaseException:
             self.method.load_state_dict(state)
             raise
-        self._merged.update(staged)
+        self._replace(staged)
         entries = [math.prod(layer.shape) for layer in self._units()]
         report = FoldReport(
             task=task,
@@ -225,6 +232,7 @@ class ContinualMerger:
         method: MergeMethod | None = None,
         layers: Sequence[str] | None = None,
         device: str | torch.device = "cpu",
+        workspace: str | Path | None = None,
     ) -> "ContinualMerger":
         """Continue a saved merge, bit-identical to not having stopped.
 
@@ -234,12 +242,15 @@ class ContinualMerger:
             method: the same method as then; rebuilt from the saved settings if left out.
             layers: as for the constructor, the same as then.
             device: as for the constructor.
+            workspace: as for the constructor.
 
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
         state = folders.read_state(Path(folder))
-        merger = cls(pretrained, method or _rebuild_method(state["method"]), layers=layers, device=device)
+        merger = cls(
+            pretrained, method or _rebuild_method(state["method"]), layers=layers, device=device, workspace=workspace
+        )
         merger.load_state_dict(state, open_checkpoint(Path(folder) / MASTER_FILE))
         return merger
 
@@ -282,13 +293,17 @@ class ContinualMerger:
             raise CheckpointError(f"the merge was made with other settings ({'; '.join(changed)}); use the same ones.")
         checkpoint = open_checkpoint(weights)
         names = match_names(self._parameters(), checkpoint)
-        merged = {name: checkpoint[theirs].detach().float().cpu().clone() for name, theirs in names.items()}
+        merged: Mapping[str, Tensor] = LazyTensors(
+            list(names), lambda name: checkpoint[names[name]].detach().float().cpu()
+        )
+        if self.workspace is None:
+            merged = {name: tensor.clone() for name, tensor in merged.items()}
         if self._hash(merged.__getitem__) != state["merged"]:
             raise CheckpointError(
                 f"{checkpoint.source}: the merged weights are not those that the state was saved with."
             )
         self.method.load_state_dict(saved["state"])
-        self._merged = merged
+        self._replace(merged)
         self.reports = [FoldReport.from_dict(report) for report in state["reports"]]
 
     def _model_card(self, base: Checkpoint, dtype: str) -> str:
@@ -344,9 +359,9 @@ class ContinualMerger:
 
     def _merge(
         self, checkpoint: Checkpoint, names: dict[str, str]
-    ) -> tuple[dict[str, Tensor], list[LayerReport], list[float], float]:
+    ) -> tuple[MutableMapping[str, Tensor], list[LayerReport], list[float], float]:
         """New parameters, a report row a unit, the summed losses, and the seconds of the inner optimisations."""
-        staged: dict[str, Tensor] = {}
+        staged = self._room()
         rows: dict[str, LayerReport] = {}
         losses: list[float] = []
         solving = 0.0
@@ -358,9 +373,10 @@ class ContinualMerger:
                         f"layer {layer.name}: scores, loss or merged weights are not finite; its task vector (norm "
                         f"{row.task_norm:.3g}) or `lr` is too large."
                     )
-                if layer.parameter not in staged:
-                    staged[layer.parameter] = self._current(layer.parameter).clone()
-                layer.view(staged[layer.parameter]).copy_(matrix)
+                name = layer.parameter
+                whole = staged[name] if name in staged else self._current(name).clone()
+                layer.view(whole).copy_(matrix)
+                staged[name] = whole
             rows |= {row.layer: row for row in stack_rows}
             solving += result.solve_seconds
             if result.losses is not None:
@@ -409,16 +425,31 @@ class ContinualMerger:
         stacks = [self._read_stack(layers, checkpoint, names) for layers in self.processes.mine(batch)]
         return map_on_cores(fold, stacks) if on_cores else [fold(stack) for stack in stacks]
 
-    def _rescale(self, staged: dict[str, Tensor]) -> None:
-        """Apply the method's factor to the accumulated vectors, in place."""
+    def _room(self) -> MutableMapping[str, Tensor]:
+        """Where the next merged weights go until they are whole."""
+        if self.workspace is None:
+            return {}
+        folder = self.workspace / str(len(self.reports) + 1)
+        shutil.rmtree(folder, ignore_errors=True)  # of a fold that failed
+        return DiskTensors(folder)
+
+    def _replace(self, merged: Mapping[str, Tensor]) -> None:
+        """Take new merged weights for the old ones."""
+        old, self._merged = self._merged, merged
+        if isinstance(old, DiskTensors):
+            old.close()
+
+    def _rescale(self, staged: MutableMapping[str, Tensor]) -> None:
+        """Apply the method's factor to the accumulated vectors."""
         if type(self.method).rescale is MergeMethod.rescale:
             return
-        bases = {name: self.pretrained[name].float() for name in staged}
-        norm = sum(float((staged[name] - base).double().square().sum()) for name, base in bases.items()) ** 0.5
-        factor = self.method.rescale(norm)
-        if factor != 1.0:
-            for name, base in bases.items():
-                staged[name].sub_(base).mul_(factor).add_(base)
+        norm = 0.0
+        for name, tensor in staged.items():
+            norm += float((tensor - self.pretrained[name].float()).double().square().sum())
+        factor = self.method.rescale(norm**0.5)
+        for name in list(staged) if factor != 1.0 else ():
+            base = self.pretrained[name].float()
+            staged[name] = staged[name].sub_(base).mul_(factor).add_(base)
 
     def _vectors(self, checkpoint: Checkpoint, names: dict[str, str]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Name, accumulated vector and task vector of everything that is merged, one at a time."""

@@ -28,7 +28,7 @@ def direct(pretrained: tiny.Tensors, *trained: tiny.Tensors) -> dict[str, torch.
     merger = ContinualMerger(pretrained, SafeMerge(**FAST))
     for number, tensors in enumerate(trained):
         merger.fold(tensors, f"task{number}")
-    return merger.merged_parameters()
+    return dict(merger.merged_parameters())
 
 
 def assert_holds(found: tiny.Tensors, merged: dict[str, torch.Tensor], rest: tiny.Tensors) -> None:
