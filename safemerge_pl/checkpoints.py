@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from safemerge_pl.adapters import ADAPTER_CONFIG, Adapter, read_adapter_config
 from safemerge_pl.errors import CheckpointError
-from safemerge_pl.foreign import WEIGHT_ENDINGS, refuse_impostor
+from safemerge_pl.foreign import WEIGHT_ENDINGS, read_config, refuse_folder, refuse_impostor, refuse_packed
 from safemerge_pl.hub import download
+from safemerge_pl.layers import vision_only
 from safemerge_pl.lazy import Checkpoint, Memory, Safetensors, fingerprint
 from safemerge_pl.names import match_names
 from safemerge_pl.pickles import load_pickle, tensors_of
@@ -55,6 +56,13 @@ def open_checkpoint(source: Source, *, revision: str | None = None) -> Checkpoin
     """
     if isinstance(source, Checkpoint):
         return source
+    opened = _open(source, revision)
+    if not isinstance(opened, Adapter):
+        refuse_packed(vision_only(opened), opened.source, read_config(opened.folder))
+    return opened
+
+
+def _open(source: Source, revision: str | None) -> Checkpoint:
     if isinstance(source, nn.Module):
         return Memory(source.state_dict(), f"a {type(source).__name__} in memory")
     if isinstance(source, Mapping):
@@ -76,7 +84,11 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
             )
         return _open_adapter(folder, source)
     if found:
-        return _open_file(folder / found[0], source, folder)
+        opened = _open_file(folder / found[0], source, folder)
+        if found[1:]:
+            opened.notes += (f"{folder} holds {found[0]}, which is read, and {' and '.join(found[1:])}, which is not",)
+        return opened
+    refuse_folder(folder)
     loose = sorted(file.name for file in folder.glob("*.safetensors"))
     if len(loose) == 1:
         return _open_file(folder / loose[0], source, folder)
@@ -105,6 +117,11 @@ def _open_file(path: Path, source: str, folder: Path | None) -> Checkpoint:
         absent = [name for name in entries if name not in opened]
         if absent:
             raise CheckpointError(f"{path} promises `{absent[0]}`, which is in no shard; fetch the checkpoint again.")
+        extra = [name for name in opened if name not in entries]
+        if extra:
+            opened.notes += (
+                f"the shards of {path} hold {len(extra)} tensors that it does not list, first `{extra[0]}`",
+            )
         return opened
     refuse_impostor(path)
     if path.suffix == ".safetensors":

@@ -32,7 +32,15 @@ from safemerge_pl.layers import (
 )
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.methods.safe_merge import SafeMerge
-from safemerge_pl.preflight import aligned, require_dtype, require_finite, require_fit, require_values
+from safemerge_pl.preflight import (
+    Mismatch,
+    aligned,
+    is_floating,
+    require_dtype,
+    require_finite,
+    require_fit,
+    require_values,
+)
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
 
@@ -47,6 +55,8 @@ class ContinualMerger:
         method: how to merge; SAFE-Merge with its defaults if left out.
         layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
         device: where the arithmetic runs; results stay on the CPU.
+        on_mismatch: ``"pretrained"`` also takes models of another image size or vocabulary, and keeps the pretrained
+            rows of their position tables and embeddings; ``"error"`` refuses them.
 
     Raises:
         CheckpointError: if ``pretrained`` cannot be read or holds NaN or Inf in a layer to merge.
@@ -68,7 +78,9 @@ class ContinualMerger:
         *,
         layers: Sequence[str] | None = None,
         device: str | torch.device = "cpu",
+        on_mismatch: Mismatch = "error",
     ) -> None:
+        self.on_mismatch: Mismatch = on_mismatch
         self.method = SafeMerge() if method is None else method
         self.pretrained = _snapshot(pretrained)
         self._aliases = _tied(self.pretrained)
@@ -169,7 +181,8 @@ class ContinualMerger:
         """
         if task.casefold() in (name.casefold() for name in self.tasks):
             raise CheckpointError(f"a task of the name '{task}' is already merged; give another name.")
-        checkpoint = aligned(self.pretrained, self._parameters(), open_checkpoint(incoming), values=values)
+        opened, parameters = open_checkpoint(incoming), self._parameters()
+        checkpoint = aligned(self.pretrained, parameters, opened, values=values, on_mismatch=self.on_mismatch)
         return require_fit(self.pretrained, self._parameters(), checkpoint, values=values), checkpoint
 
     def save(self, folder: str | Path, *, template: Source | None = None, dtype: folders.OutputDtype = "same") -> Path:
@@ -219,6 +232,7 @@ class ContinualMerger:
         method: MergeMethod | None = None,
         layers: Sequence[str] | None = None,
         device: str | torch.device = "cpu",
+        on_mismatch: Mismatch = "error",
     ) -> "ContinualMerger":
         """Continue a saved merge, bit-identical to not having stopped.
 
@@ -228,12 +242,14 @@ class ContinualMerger:
             method: the same method as then; rebuilt from the saved settings if left out.
             layers: as for the constructor, the same as then.
             device: as for the constructor.
+            on_mismatch: as for the constructor.
 
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
         state = folders.read_state(Path(folder))
-        merger = cls(pretrained, method or _rebuild_method(state["method"]), layers=layers, device=device)
+        method = method or _rebuild_method(state["method"])
+        merger = cls(pretrained, method, layers=layers, device=device, on_mismatch=on_mismatch)
         merger.load_state_dict(state, open_checkpoint(Path(folder) / MASTER_FILE))
         return merger
 
@@ -426,7 +442,7 @@ class ContinualMerger:
         return Stack(key, len(self.reports) + 1, theta_0, merged_so_far, theta_t, self._caches.setdefault(key, {}))
 
     def _notes(self, checkpoint: Checkpoint, rows: list[LayerReport], hashed: str) -> Iterator[str]:
-        yield from checkpoint.notes
+        yield from checkpoint.notes if self.reports else (*self.pretrained.notes, *checkpoint.notes)
         if not any(row.task_norm for row in rows):
             yield "its merged layers equal the pretrained model's: nothing was added"
         for earlier in self.reports:
@@ -461,14 +477,7 @@ def _mergeable(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> dict[str, 
     """
     shapes = {name: shape for name, shape in checkpoint.shapes().items() if name not in aliases}
     known = set(known_layers(shapes))
-    return {name: shape for name, shape in shapes.items() if name in known or _is_floating(checkpoint, name)}
-
-
-def _is_floating(checkpoint: Checkpoint, name: str) -> bool:
-    try:
-        return checkpoint.dtype(name).is_floating_point
-    except CheckpointError:  # an 8-bit format
-        return False
+    return {name: shape for name, shape in shapes.items() if name in known or is_floating(checkpoint, name)}
 
 
 def _tied(checkpoint: Checkpoint) -> dict[str, str]:

@@ -66,7 +66,7 @@ def expert_weights(pretrained: Source, source: Source) -> dict[str, Tensor]:
     """
     base = open_checkpoint(pretrained)
     wanted = [name for name in base if base.dtype(name).is_floating_point]
-    checkpoint = aligned(base, wanted, open_checkpoint(source))
+    checkpoint = aligned(base, wanted, open_checkpoint(source), on_mismatch="pretrained")  # refused before, if at all
     return {name: checkpoint[theirs] for name, theirs in match_names(wanted, checkpoint).items()}
 
 

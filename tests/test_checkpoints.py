@@ -626,9 +626,9 @@ def test_an_adapter_is_refused_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(b"onnx")
-    with pytest.raises(CheckpointError, match=r"model\.onnx is not a checkpoint: expected \.safetensors"):
-        open_checkpoint(tmp_path / "model.onnx")
+    (tmp_path / "model.zip").write_bytes(b"zip")
+    with pytest.raises(CheckpointError, match=r"model\.zip is not a checkpoint: expected \.safetensors"):
+        open_checkpoint(tmp_path / "model.zip")
 
 
 def test_a_gguf_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safemerge_pl.checkpoints import CheckpointError, Source
 from safemerge_pl.experts import Experts, find_experts
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
+from safemerge_pl.preflight import Mismatch
 
 __all__ = ["MergeCallback"]
 
@@ -34,6 +35,7 @@ class MergeCallback(L.Callback):
         module_attr: dotted path of the sub-module that is merged; by default the tower that the module's backbone
             names, or the whole module.
         device: where the arithmetic runs, ``"auto"`` for the module's device.
+        on_mismatch: ``"pretrained"`` also takes models of another image size or vocabulary, with the pretrained rows.
 
     Raises:
         MisconfigurationException: in ``setup``, for a strategy that shards weights, half-precision weights, or an
@@ -47,11 +49,13 @@ class MergeCallback(L.Callback):
         layers: list[str] | None = None,
         module_attr: str | None = None,
         device: str = "auto",
+        on_mismatch: Mismatch = "error",
     ) -> None:
         super().__init__()
         self.method = SafeMerge() if method is None else method
         self.experts: Experts = experts
         self.layers, self.module_attr, self.device = layers, module_attr, device
+        self.on_mismatch: Mismatch = on_mismatch
         self.merger: ContinualMerger | None = None
         self.sources: dict[str, Source] = {}  # model of each task, in stream order
         self._restored: dict[str, Any] | None = None
@@ -102,7 +106,9 @@ class MergeCallback(L.Callback):
             target = self.target(pl_module)
             device = pl_module.device if self.device == "auto" else self.device
             try:
-                self.merger = ContinualMerger(target, self.method, layers=self.layers, device=device)
+                self.merger = ContinualMerger(
+                    target, self.method, layers=self.layers, device=device, on_mismatch=self.on_mismatch
+                )
             except ValueError as error:
                 raise MisconfigurationException(f"the pretrained model cannot be merged into: {error}") from error
         self._check_all()

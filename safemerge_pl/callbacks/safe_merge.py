@@ -3,6 +3,7 @@
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.masking import Keep
 from safemerge_pl.methods import SafeMerge
+from safemerge_pl.preflight import Mismatch
 
 __all__ = ["SAFEMergeCallback"]
 
@@ -28,6 +29,7 @@ class SAFEMergeCallback(MergeCallback):
         layers: see :class:`MergeCallback`.
         module_attr: see :class:`MergeCallback`.
         device: see :class:`MergeCallback`.
+        on_mismatch: see :class:`MergeCallback`.
 
     Example:
         >>> SAFEMergeCallback(keep_ratio=0.3).method.keep_ratio
@@ -53,6 +55,7 @@ class SAFEMergeCallback(MergeCallback):
         layers: list[str] | None = None,
         module_attr: str | None = None,
         device: str = "auto",
+        on_mismatch: Mismatch = "error",
     ) -> None:
         method = SafeMerge(
             keep_ratio=keep_ratio,
@@ -69,4 +72,4 @@ class SAFEMergeCallback(MergeCallback):
             use_recovery=use_recovery,
             seed=seed,
         )
-        super().__init__(method, experts, layers, module_attr, device)
+        super().__init__(method, experts, layers, module_attr, device, on_mismatch)
