@@ -88,10 +88,10 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
         if found[1:]:
             opened.notes += (f"{folder} holds {found[0]}, which is read, and {' and '.join(found[1:])}, which is not",)
         return opened
-    refuse_folder(folder)
     loose = sorted(file.name for file in folder.glob("*.safetensors"))
     if len(loose) == 1:
         return _open_file(folder / loose[0], source, folder)
+    refuse_folder(folder)
     raise CheckpointError(f"{folder} holds no weights: expected one of {', '.join(_WEIGHT_FILES)}.")
 
 
