@@ -42,8 +42,8 @@ def open_checkpoint(source: Source, *, revision: str | None = None) -> Checkpoin
     Args:
         source: a mapping from name to tensor, an ``nn.Module``, the path of a ``.safetensors`` file, of a ``.bin``,
             ``.pt``, ``.pth`` or ``.ckpt`` file (read with ``weights_only=True``), of a folder that holds weights (one
-            file, or sharded with an index) or a PEFT LoRA adapter, or a hub id ``owner/name``. An existing path wins
-            over a hub id.
+            file, or sharded with an index) or a PEFT LoRA adapter, or a hub id ``owner/name`` or
+            ``owner/name@revision``. An existing path wins over a hub id.
         revision: branch, tag or commit, for a hub id.
 
     Raises:

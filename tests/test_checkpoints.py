@@ -543,67 +543,6 @@ def test_a_missing_file_with_the_ending_of_weights_is_no_hub_id(source: str, mon
         open_checkpoint(source)
 
 
-def fake_cache(root: Path, commits: dict[str, Tensors]) -> Path:
-    """A hub cache with one repository; its last commit is the branch main."""
-    repository = root / "models--owner--name"
-    (repository / "refs").mkdir(parents=True)
-    for commit, tensors in commits.items():
-        (repository / "refs" / "main").write_text(commit)
-        tiny.folder_of(repository / "snapshots" / commit, tensors, config={})
-    return repository
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return tmp_path
-
-
-def test_a_hub_id_is_read_from_the_cache_when_offline(cache: Path) -> None:
-    """N1: by branch name; N4: one revision for all files."""
-    old, new = "1" * 40, "2" * 40
-    repository = fake_cache(cache, {old: {"x": torch.zeros(1)}, new: {"x": torch.ones(1)}})
-    latest = open_checkpoint("owner/name")
-    assert latest["x"].item() == 1
-    assert latest.folder == repository / "snapshots" / new
-    assert latest.source == "owner/name"
-    assert open_checkpoint("owner/name", revision=old)["x"].item() == 0
-
-
-def test_an_incomplete_snapshot_is_refused_with_the_file_it_lacks(cache: Path) -> None:
-    """N2: the blob behind the link is gone."""
-    repository = fake_cache(cache, {"1" * 40: {"x": torch.zeros(1)}})
-    file = repository / "snapshots" / ("1" * 40) / "model.safetensors"
-    file.unlink()
-    file.symlink_to(repository / "blobs" / "gone")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        open_checkpoint("owner/name")
-
-
-def test_a_hub_id_that_is_not_cached_is_refused_offline(cache: Path) -> None:
-    """L2: names the id and the way out, in one line."""
-    with pytest.raises(CheckpointError, match=r"^owner/other is neither.*give a local folder\.$") as caught:
-        open_checkpoint("owner/other")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_gated_repository_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N3: no wall of text, and no token."""
-    from huggingface_hub.errors import GatedRepoError
-
-    def gated(*args: object, **kwargs: object) -> None:
-        request = types.SimpleNamespace(headers={"authorization": "Bearer hf_secret"})
-        response: Any = types.SimpleNamespace(headers={}, request=request)
-        raise GatedRepoError("401 Client Error.\n\nAccess to this model is restricted.", response=response)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", gated)
-    with pytest.raises(CheckpointError, match=r"owner/name.*401") as caught:
-        open_checkpoint("owner/name")
-    assert "hf_secret" not in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_folder_without_weights_says_what_it_expected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"holds no weights: expected one of .*model\.safetensors"):
