@@ -57,7 +57,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     """
     try:
         config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is no adapter configuration ({error}); fetch it again.") from error
     kind = config.get("peft_type")
     if kind != "LORA":

@@ -4,6 +4,7 @@ Shapes and dtypes come from headers, tensors are read one at a time, and no code
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -137,11 +138,12 @@ def _read_index(index: Path) -> dict[str, str]:
         entries: dict[str, str] = json.loads(index.read_text())["weight_map"]
         names = sorted({Path(name).name for name in entries.values() if name})
         outside = [name for name in entries.values() if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a shard index ({error}); fetch it again.") from error
     if outside or not names:
         raise CheckpointError(f"{index} points outside its folder or nowhere: {(outside or [''])[0]!r}.")
-    missing = [name for name in names if not (index.parent / name).exists()]
+    present = set(os.listdir(index.parent))  # asking for a name that is no file name may itself fail
+    missing = [name for name in names if name not in present]
     if missing:
         raise CheckpointError(f"{index}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
     return entries

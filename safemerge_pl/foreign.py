@@ -122,6 +122,6 @@ def read_config(folder: Path | None) -> dict[str, Any]:
     """``config.json`` of a model folder; empty where there is none or it is damaged."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
