@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from safemerge_pl import callbacks as callbacks
     from safemerge_pl import functional as functional
     from safemerge_pl import metrics as metrics
+    from safemerge_pl.live import LiveMerger as LiveMerger
     from safemerge_pl.merger import ContinualMerger as ContinualMerger
     from safemerge_pl.merger import FoldReport as FoldReport
     from safemerge_pl.methods import NUFILT as NUFILT
@@ -44,6 +45,7 @@ _HOMES = {
     "ContinualMergeModule": "safemerge_pl.module",
     "ContinualMerger": "safemerge_pl.merger",
     "FoldReport": "safemerge_pl.merger",
+    "LiveMerger": "safemerge_pl.live",
     **dict.fromkeys(_METHODS, "safemerge_pl.methods"),
 }
 _MODULES = ("callbacks", "functional", "metrics")
@@ -57,6 +59,7 @@ __all__ = [
     "FoldReport",
     "IsoC",
     "KnOTSTies",
+    "LiveMerger",
     "MergeMethod",
     "NaiveAccumulation",
     "SafeMerge",

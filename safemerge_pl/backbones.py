@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from safemerge_pl.checkpoints import CheckpointError
@@ -40,16 +41,16 @@ class Backbone(nn.Module, ABC):
         """Folder of the pretrained model, whose files complete a merged one."""
 
     @abstractmethod
-    def preprocess(self, images: Sequence[Any]) -> Tensor:
-        """PIL images to the input of :meth:`forward`, ``(N, C, H, W)`` float32."""
+    def preprocess(self, examples: Sequence[Any]) -> Any:
+        """The input of :meth:`forward`: of PIL images ``(N, C, H, W)`` float32, of texts tokens by name."""
 
-    @abstractmethod
     def encode_text(self, texts: Sequence[str]) -> Tensor:
-        """Text features of the pretrained text tower, ``(N, D)``, not normalised."""
+        """Text features of the pretrained text tower, ``(N, D)``, not normalised; only a model for images has one."""
+        raise MisconfigurationException(f"{type(self).__name__} has no zero-shot heads, so it cannot score images.")
 
     @abstractmethod
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Image features ``(N, D)`` in the space of :meth:`encode_text`, not normalised."""
+    def forward(self, inputs: Any) -> Tensor:
+        """Image features ``(N, D)`` in the space of :meth:`encode_text`, not normalised; or generated tokens."""
 
 
 class CLIPBackbone(Backbone):

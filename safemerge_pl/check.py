@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks import MergeCallback
 from safemerge_pl.checkpoints import open_checkpoint
-from safemerge_pl.data import StreamDataModule
+from safemerge_pl.data import ImageSet, StreamDataModule
 from safemerge_pl.experts import find_experts
 from safemerge_pl.layers import plan_stacks, select_layers
 from safemerge_pl.module import ContinualMergeModule
@@ -35,12 +35,12 @@ def check_stream(
     problems: list[str] = []
     for name in (*data.stream, *data.controls):
         try:
-            images = data.image_set(name)
-            labels = images.rows["label"]
-            if not len(images):
+            examples = data.image_set(name)
+            if not len(examples):
                 problems.append(f"set '{name}' is empty.")
-            elif max(labels) >= len(images.classes):
-                problems.append(f"set '{name}' has the label {max(labels)} but only {len(images.classes)} class names.")
+            elif isinstance(examples, ImageSet) and max(examples.rows["label"]) >= len(examples.classes):
+                highest, count = max(examples.rows["label"]), len(examples.classes)
+                problems.append(f"set '{name}' has the label {highest} but only {count} class names.")
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"set '{name}': {error}")
     try:

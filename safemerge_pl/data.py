@@ -1,7 +1,7 @@
 """Data of a merge stream: the tasks seen so far and the held-out control sets, one loader each."""
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,39 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from safemerge_pl.backbones import Backbone
+from safemerge_pl.scoring import SetScore, ZeroShotScore
 from safemerge_pl.stream import TaskStream
 from safemerge_pl.zoo import Zoo
 
-__all__ = ["ImageSet", "StreamDataModule", "ZooData", "as_it_is"]
+__all__ = ["ImageSet", "LabelledSet", "StreamDataModule", "ZooData", "as_it_is"]
 
 
 @dataclass(frozen=True)
-class ImageSet:
+class LabelledSet(ABC):
+    """A test set that knows how it is batched and scored.
+
+    Attributes:
+        name: of the task or control set.
+        rows: a ``datasets.Dataset``.
+    """
+
+    name: str
+    rows: Any
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @abstractmethod
+    def batches(self, backbone: Backbone) -> Dataset[Any]:
+        """Batches for a backbone, fetched whole by ``__getitems__``."""
+
+    @abstractmethod
+    def score(self, backbone: Backbone) -> SetScore:
+        """What counts and scores a backbone's answers."""
+
+
+@dataclass(frozen=True)
+class ImageSet(LabelledSet):
     """A labelled image set and the text that describes its classes.
 
     Attributes:
@@ -30,13 +55,16 @@ class ImageSet:
         templates: sentences with ``{}`` for the class name.
     """
 
-    name: str
-    rows: Any
     classes: tuple[str, ...]
     templates: tuple[str, ...]
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    def batches(self, backbone: Backbone) -> Dataset[Any]:
+        """Pairs ``(pixels (N, C, H, W), labels (N,))``."""
+        return _LazyPixels(self, backbone)
+
+    def score(self, backbone: Backbone) -> SetScore:
+        """Zero-shot accuracy."""
+        return ZeroShotScore(self, backbone)
 
 
 class StreamDataModule(L.LightningDataModule):
@@ -73,14 +101,23 @@ class StreamDataModule(L.LightningDataModule):
             raise ValueError(f"`controls` must be distinct and no tasks, got {', '.join(self.controls)}.")
         self.batch_size, self.num_workers, self.keep_in_memory = batch_size, num_workers, keep_in_memory
         self.eval_names: tuple[str, ...] = ()  # of the loaders handed out last, in their order
-        self._sets: dict[str, ImageSet] = {}
+        self._sets: dict[str, LabelledSet] = {}
         self._pixels: dict[str, Dataset[Any]] = {}
 
     @abstractmethod
-    def load_set(self, name: str) -> ImageSet:
+    def load_set(self, name: str) -> LabelledSet:
         """Open a task's test set or a control set."""
 
-    def image_set(self, name: str) -> ImageSet:
+    def settings(self) -> dict[str, Any]:
+        """What else the scores on its sets depend on, as plain values."""
+        return {}
+
+    @property
+    def expected(self) -> Mapping[str, Mapping[str, float]]:
+        """Published scores by set, of the ``"pretrained"`` model and of the ``"individual"`` experts on their tasks."""
+        return {}
+
+    def image_set(self, name: str) -> LabelledSet:
         """A set, opened once."""
         if name not in self._sets:
             self._sets[name] = self.load_set(name)
@@ -108,29 +145,36 @@ class StreamDataModule(L.LightningDataModule):
         self.eval_names = tuple(names)
         return [self.loader(name) for name in names]
 
-    def loader(self, name: str) -> DataLoader[Any]:
-        """Batches ``(pixels (N, C, H, W), labels (N,))`` of one set, shared out exactly among the processes."""
+    def loader(self, name: str, backbone: Backbone | None = None) -> DataLoader[Any]:
+        """Batches of one set, shared out exactly among the trainer's processes.
+
+        Args:
+            name: of the set.
+            backbone: whose input is wanted; by default that of the trainer's module.
+        """
         trainer = self.trainer
-        if trainer is None:
-            raise RuntimeError("the data module is not attached to a trainer.")
-        backbone = trainer.lightning_module.backbone
+        if backbone is None:
+            if trainer is None:
+                raise RuntimeError("the data module is not attached to a trainer.")
+            backbone = trainer.lightning_module.backbone  # type: ignore[assignment]
         if not isinstance(backbone, Backbone):
             raise RuntimeError("the module that is scored has no Backbone.")
         dataset = self.dataset(name, backbone)
+        rank, world_size = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
-            sampler=ExactShard(len(dataset), trainer.global_rank, trainer.world_size),  # type: ignore[arg-type]
+            sampler=ExactShard(len(dataset), rank, world_size),  # type: ignore[arg-type]
             num_workers=self.num_workers,
             collate_fn=as_it_is,
             persistent_workers=False,
         )
 
     def dataset(self, name: str, backbone: Backbone) -> Dataset[Any]:
-        """Preprocessed images of a set; batches are fetched whole, so loaders need ``collate_fn=as_it_is``."""
+        """Preprocessed examples of a set; batches are fetched whole, so loaders need ``collate_fn=as_it_is``."""
         if name not in self._pixels:
-            pixels = _LazyPixels(self.image_set(name), backbone)
-            self._pixels[name] = _KeptPixels(pixels) if self.keep_in_memory else pixels
+            batches = self.image_set(name).batches(backbone)
+            self._pixels[name] = _KeptPixels(batches) if self.keep_in_memory else batches
         return self._pixels[name]
 
     def _merged_by_now(self) -> int:
@@ -234,7 +278,7 @@ class _LazyPixels(Dataset[Any]):
 class _KeptPixels(Dataset[Any]):
     """All batches of a set, preprocessed once."""
 
-    def __init__(self, source: _LazyPixels) -> None:
+    def __init__(self, source: Any) -> None:
         self.pixels, self.labels = source.__getitems__(list(range(len(source))))
 
     def __len__(self) -> int:

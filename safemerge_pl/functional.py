@@ -75,7 +75,7 @@ def general_average(general: Tensor) -> Tensor:
 
 
 def h_score(acc: Tensor, gen: Tensor) -> Tensor:
-    r"""H-score: harmonic mean of ACC and Gen.; 0 if either is 0.
+    r"""H-score: harmonic mean of ACC and Gen.; 0 if either is 0, or below it, as a mean of correlations can be.
 
     .. math:: H = \frac{2\,\mathrm{ACC}\,\mathrm{Gen}}{\mathrm{ACC} + \mathrm{Gen}}
 
@@ -88,7 +88,7 @@ def h_score(acc: Tensor, gen: Tensor) -> Tensor:
         [0.3333333432674408, 0.0]
     """
     total = acc + gen
-    return torch.where(total == 0, torch.zeros_like(total), 2 * acc * gen / total)
+    return torch.where((acc <= 0) | (gen <= 0), torch.zeros_like(total), 2 * acc * gen / total)
 
 
 def _require_square(accuracy: Tensor) -> None:

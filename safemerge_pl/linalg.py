@@ -53,11 +53,14 @@ def right_singular_basis(matrices: Tensor, rank: int) -> Tensor:
     if matrices.ndim != 3:
         raise ValueError(f"`matrices` must be a stack (L, d_out, d_in), got shape {tuple(matrices.shape)}.")
     rank = min(rank, *matrices.shape[1:])
-    values, vectors = _right_singular(matrices)
+    if matrices.dtype == torch.float64:
+        _, values, right = _svd(matrices)
+        vectors = right.mT
+    else:
+        values, vectors = _gram_svd(matrices.double())
     values, vectors = values[:, :rank], vectors[:, :, :rank]
-    tolerance = numerical_rank_tolerance(tuple(matrices.shape), matrices.dtype)
-    exists = (values > tolerance * values[:, :1]) & (values > 0)
-    return torch.where(exists[:, None, :], vectors, 0.0).to(matrices.dtype)
+    real = _real(values, numerical_rank_tolerance(tuple(matrices.shape), matrices.dtype))
+    return torch.where(real[:, None, :], vectors, 0.0).to(matrices.dtype)
 
 
 def complement_basis(vectors: Tensor, basis: Tensor) -> Tensor:
@@ -82,48 +85,81 @@ def complement_basis(vectors: Tensor, basis: Tensor) -> Tensor:
     wide, base = vectors.double(), basis.double()
     residual = wide - base @ (base.mT @ wide)
     residual = residual - base @ (base.mT @ residual)  # a second pass removes what rounding left of the first
-    left, values, _ = _svd(residual)
     tolerance = numerical_rank_tolerance(tuple(vectors.shape), vectors.dtype)
+    if vectors.dtype == torch.float64:
+        left, values, _ = _svd(residual)
+    else:  # the columns are lengths of at most 1: there is no larger one to hide behind
+        values, right = _gram_svd(residual)
+        left = residual @ (right / torch.where(values > tolerance, values, 1.0)[:, None])
     return torch.where((values > tolerance)[:, None, :], left, 0.0).to(vectors.dtype)
 
 
 def thin_svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Thin SVD in double precision: ``U (L, d_out, k)``, ``S (L, k)``, ``V (L, d_in, k)``, ``k = min(d_out, d_in)``.
 
+    Single-precision input goes through the Gram matrix of its shorter side, as in :func:`right_singular_basis`, in a
+    third of the time. Components beyond the numerical rank are zero then, vectors as well as values.
+
     Example:
         >>> u, s, v = thin_svd(torch.tensor([[[0.0, 2.0]]]))
         >>> s.tolist(), ((u * s[:, None]) @ v.mT).tolist()
         ([[2.0]], [[[0.0, 2.0]]])
     """
-    u, s, vh = _svd(matrices.double())
-    return u, s, vh.mT
+    if matrices.dtype == torch.float64:
+        u, s, vh = _svd(matrices)
+        return u, s, vh.mT
+    if matrices.shape[1] < matrices.shape[2]:
+        v, s, u = thin_svd(matrices.mT)
+        return u, s, v
+    wide = matrices.double()
+    s, v = _gram_svd(wide)
+    real = _real(s, numerical_rank_tolerance(tuple(matrices.shape), matrices.dtype))
+    s, v = torch.where(real, s, 0.0), torch.where(real[:, None], v, 0.0)
+    return wide @ (v / torch.where(real, s, 1.0)[:, None]), s, v
 
 
-def polar_factor(matrices: Tensor, tolerance: float | None = None) -> tuple[Tensor, Tensor]:
+def polar_factor(
+    matrices: Tensor, tolerance: float | None = None, precision: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     r"""Singular values ``(L, k)`` and the factor :math:`UV^\top` ``(L, d_out, d_in)``, in the input's dtype.
 
     Args:
         matrices: ``(L, d_out, d_in)``.
         tolerance: directions of singular values up to this share of the largest are left out of the factor; by default
             the numerical rank decides. 0 keeps arbitrary directions of a rank-deficient matrix.
+        precision: dtype of the data that the matrices were worked out from, if it is not their own; single precision
+            takes the Gram matrix, as in :func:`thin_svd`.
 
     Example:
         >>> polar_factor(torch.tensor([[[0.0, 2.0], [0.0, 0.0]]]))[1].tolist()
         [[[0.0, 1.0], [0.0, 0.0]]]
     """
-    u, s, v = thin_svd(matrices)
-    if tolerance is None:
-        tolerance = numerical_rank_tolerance(tuple(matrices.shape), matrices.dtype)
-    exists = (s >= 0) if tolerance == 0 else (s > tolerance * s[:, :1])
-    return s.to(matrices.dtype), ((u * exists[:, None]) @ v.mT).to(matrices.dtype)
-
-
-def _right_singular(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """All singular values ``(L, k)``, falling, and right vectors ``(L, d_in, k)``, in double precision."""
-    if matrices.dtype == torch.float64:
-        _, values, right = _svd(matrices)
-        return values, right.mT
+    if matrices.shape[1] < matrices.shape[2]:
+        values, factor = polar_factor(matrices.mT, tolerance, precision)
+        return values, factor.mT
     wide = matrices.double()
+    kind = precision or matrices.dtype
+    limit = numerical_rank_tolerance(tuple(matrices.shape), kind) if tolerance is None else tolerance
+    if kind == torch.float64 or limit == 0:
+        u, s, vh = _svd(wide)
+        factor = (u * ((s >= 0) if limit == 0 else _real(s, limit))[:, None]) @ vh
+    else:  # A V S^-1 V^T
+        s, v = _gram_svd(wide)
+        real = _real(s, limit)
+        factor = wide @ ((v * torch.where(real, 1 / s, 0.0)[:, None]) @ v.mT)
+    return s.to(matrices.dtype), factor.to(matrices.dtype)
+
+
+def _real(values: Tensor, tolerance: float) -> Tensor:
+    """Which of the falling singular values ``(L, k)`` belong to a direction that a matrix has."""
+    return (values > tolerance * values[:, :1]) & (values > 0)
+
+
+def _gram_svd(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values ``(L, k)``, falling, and right vectors ``(L, d_in, k)`` of double-precision matrices.
+
+    Exact to ``1e-8`` of the largest value, which is far below the numerical rank of single precision.
+    """
     try:
         eigenvalues, vectors = torch.linalg.eigh(wide.mT @ wide)
     except RuntimeError as error:  # torch.linalg.LinAlgError, or a cuSOLVER failure
@@ -132,7 +168,7 @@ def _right_singular(matrices: Tensor) -> tuple[Tensor, Tensor]:
         )
         _, values, right = _svd(wide)
         return values, right.mT
-    return eigenvalues.flip(-1).clamp(min=0).sqrt(), vectors.flip(-1)
+    return eigenvalues.flip(-1).clamp_(min=0).sqrt_(), vectors.flip(-1)
 
 
 def _svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 import fnmatch
+import functools
 import importlib
 import itertools
 import json
@@ -41,6 +42,7 @@ from safemerge_pl.preflight import (
     require_fit,
     require_values,
 )
+from safemerge_pl.sharing import Processes
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
 
@@ -88,14 +90,14 @@ class ContinualMerger:
         self.layers = select_layers(shapes, layers, self.method.scope)
         self.others = self._rest(layers) if self.method.merges_rest else []
         self.device = torch.device(device)
+        self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
         self.reports: list[FoldReport] = []
         self._merged: dict[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
         self._caches: dict[tuple[str, ...], dict[str, Tensor]] = {}
         with _exact_arithmetic(self.device):
             for name in self._parameters():
                 require_dtype(self.pretrained, name)
-                require_finite(self.pretrained[name], name, self.pretrained.source)
-            self.reference = self._hash({name: self.pretrained[name].float() for name in self._parameters()})
+            self.reference = self._hash(lambda name: _sound(self.pretrained, name).float())
 
     @property
     def tasks(self) -> list[str]:
@@ -119,7 +121,7 @@ class ContinualMerger:
 
     def fingerprint(self) -> str:
         """SHA-256 of the merged layers in float32, the same for every library that stores the model."""
-        return self._hash(self.merged_parameters())
+        return self._hash(self._current)
 
     def fold(self, incoming: Source, task: str) -> FoldReport:
         """Merge one more model, wholly or not at all.
@@ -138,9 +140,8 @@ class ContinualMerger:
         state = copy.deepcopy(self.method.state_dict())
         try:
             with _exact_arithmetic(self.device):
-                names, checkpoint = self.check(incoming, task)
+                names, checkpoint, hashed = self.processes.agree(lambda: self._sound_incoming(incoming, task))
                 staged, rows, losses, solving = self._merge(checkpoint, names)
-                hashed = self._hash({name: checkpoint[names[name]] for name in self._parameters()})
         except CheckpointError as error:
             self.method.load_state_dict(state)
             raise CheckpointError(f"task '{task}': {error}") from error
@@ -171,7 +172,7 @@ class ContinualMerger:
         Args:
             incoming: as for :meth:`fold`.
             task: as for :meth:`fold`.
-            values: also read the tensors and look for NaN and Inf; otherwise headers only.
+            values: also read the tensors and look for NaN and Inf; otherwise headers only (and an adapter's factors).
 
         Returns:
             The incoming name of each parameter to merge, and the opened checkpoint.
@@ -179,11 +180,20 @@ class ContinualMerger:
         Raises:
             CheckpointError: if it does not fit.
         """
+        checkpoint = self._aligned(incoming, task, values=values)
+        return require_fit(self.pretrained, self._parameters(), checkpoint, values=values), checkpoint
+
+    def _aligned(self, incoming: Source, task: str, *, values: bool) -> Checkpoint:
         if task.casefold() in (name.casefold() for name in self.tasks):
             raise CheckpointError(f"a task of the name '{task}' is already merged; give another name.")
         opened, parameters = open_checkpoint(incoming), self._parameters()
-        checkpoint = aligned(self.pretrained, parameters, opened, values=values, on_mismatch=self.on_mismatch)
-        return require_fit(self.pretrained, self._parameters(), checkpoint, values=values), checkpoint
+        return aligned(self.pretrained, parameters, opened, values=values, on_mismatch=self.on_mismatch)
+
+    def _sound_incoming(self, incoming: Source, task: str) -> tuple[dict[str, str], Checkpoint, str]:
+        """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
+        checkpoint = self._aligned(incoming, task, values=True)
+        names = require_fit(self.pretrained, self._parameters(), checkpoint, values=False)
+        return names, checkpoint, self._hash(lambda name: _sound(checkpoint, names[name]))
 
     def save(self, folder: str | Path, *, template: Source | None = None, dtype: folders.OutputDtype = "same") -> Path:
         """Write a complete model folder: weights, the base's other files, state to continue from, and a model card.
@@ -293,7 +303,7 @@ class ContinualMerger:
         checkpoint = open_checkpoint(weights)
         names = match_names(self._parameters(), checkpoint)
         merged = {name: checkpoint[theirs].detach().float().cpu().clone() for name, theirs in names.items()}
-        if self._hash(merged) != state["merged"]:
+        if self._hash(merged.__getitem__) != state["merged"]:
             raise CheckpointError(
                 f"{checkpoint.source}: the merged weights are not those that the state was saved with."
             )
@@ -342,9 +352,11 @@ class ContinualMerger:
         """Names of the parameters that are merged, each once."""
         return list(dict.fromkeys(layer.parameter for layer in self._units()))
 
-    def _hash(self, parameters: Mapping[str, Tensor]) -> str:
+    def _hash(self, read: Callable[[str], Tensor]) -> str:
+        """Fingerprint of the layers inside the parameters that ``read`` gives, a few of which are held at a time."""
+        read = functools.lru_cache(maxsize=4)(read)  # the parts of a fused tensor do not follow each other by name
         layers = sorted(self._units(), key=lambda layer: layer.name)
-        return fingerprint((layer.name, layer.view(parameters[layer.parameter])) for layer in layers)
+        return fingerprint((layer.name, layer.view(read(layer.parameter))) for layer in layers)
 
     def _current(self, name: str) -> Tensor:
         merged = self._merged.get(name)
@@ -380,16 +392,11 @@ class ContinualMerger:
     def _results(
         self, checkpoint: Checkpoint, names: dict[str, str]
     ) -> Iterator[tuple[tuple[MergeLayer, ...], StackResult, list[LayerReport]]]:
-        """Fold stack by stack; on the CPU several small ones at a time, a core each."""
-
-        def fold(stack: Stack) -> tuple[StackResult, list[LayerReport]]:
-            with _exact_arithmetic(self.device):  # its switches are a thread's own
-                result = _explained(self.method.fold_stack, stack)
-                return result, layer_rows(stack, result)
-
+        """Fold stack by stack, several at a time where there are cores or processes for them."""
         for batch, on_cores in self._batches():
-            stacks = [self._read_stack(layers, checkpoint, names) for layers in batch]
-            results = map_on_cores(fold, stacks) if on_cores else [fold(stack) for stack in stacks]
+            mine = self.processes.agree(functools.partial(self._fold_batch, batch, on_cores, checkpoint, names))
+            shapes = [(len(layers), *layers[0].shape) for layers in batch]
+            results = self.processes.exchange(mine, shapes, self.device)
             yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
         for layer in self.others:
             stack = self._read_stack((layer,), checkpoint, names)
@@ -397,17 +404,30 @@ class ContinualMerger:
             yield (layer,), result, layer_rows(stack, result)
 
     def _batches(self) -> Iterator[tuple[list[tuple[MergeLayer, ...]], bool]]:
-        """Stacks that are in memory together, and whether each gets a core to itself.
+        """Stacks that are folded at the same time, and whether each gets a core to itself.
 
-        What is in a stack depends on shapes, method and kind of device only, never on the number of cores.
+        What is in a stack depends on shapes, method and kind of device only, never on the number of cores or processes.
         """
-        if self.device.type != "cpu" or not self.method.concurrent:
-            yield from (([stack], False) for stack in plan_stacks(self.layers))
-            return
-        plan = plan_stacks(self.layers, CORE_STACK_ENTRIES)
+        cores = self.device.type == "cpu" and self.method.concurrent
+        plan = plan_stacks(self.layers, CORE_STACK_ENTRIES) if cores else plan_stacks(self.layers)
         for small, group in itertools.groupby(plan, lambda stack: math.prod(stack[0].shape) <= MAX_CORE_ENTRIES):
-            stacks, size = list(group), torch.get_num_threads() if small else 1
-            yield from ((stacks[start : start + size], small) for start in range(0, len(stacks), size))
+            stacks, size = list(group), self.processes.count
+            if cores and small:
+                size *= self.processes.threads
+            yield from ((stacks[start : start + size], cores and small) for start in range(0, len(stacks), size))
+
+    def _fold_batch(
+        self, batch: list[tuple[MergeLayer, ...]], on_cores: bool, checkpoint: Checkpoint, names: dict[str, str]
+    ) -> list[tuple[StackResult, list[LayerReport]]]:
+        """This process's part of a batch."""
+
+        def fold(stack: Stack) -> tuple[StackResult, list[LayerReport]]:
+            with _exact_arithmetic(self.device):  # its switches are a thread's own
+                result = _explained(self.method.fold_stack, stack)
+                return result, layer_rows(stack, result)
+
+        stacks = [self._read_stack(layers, checkpoint, names) for layers in self.processes.mine(batch)]
+        return map_on_cores(fold, stacks) if on_cores else [fold(stack) for stack in stacks]
 
     def _rescale(self, staged: dict[str, Tensor]) -> None:
         """Apply the method's factor to the accumulated vectors, in place."""
@@ -448,6 +468,13 @@ class ContinualMerger:
         for earlier in self.reports:
             if earlier.incoming == hashed:
                 yield f"the same weights were folded before, as '{earlier.task}'"
+
+
+def _sound(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor without NaN and Inf."""
+    tensor = checkpoint[name]
+    require_finite(tensor, name, checkpoint.source)
+    return tensor
 
 
 def _explained(fold: Callable[[Stack], StackResult], stack: Stack) -> StackResult:

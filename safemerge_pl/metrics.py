@@ -39,7 +39,7 @@ class AccuracyMatrix(_StreamMetric):
         controls: names of the held-out control sets.
 
     Raises:
-        ValueError: if a name is unknown, a step is out of range, or a value is no share in ``[0, 1]``.
+        ValueError: if a name is unknown, a step is out of range, or a value is not in ``[-1, 1]``.
 
     Example:
         >>> matrix = AccuracyMatrix(["mnist", "flags"], controls=["probe"])
@@ -67,14 +67,15 @@ class AccuracyMatrix(_StreamMetric):
 
         Args:
             step: how many tasks are merged, from 1.
-            accuracies: share in ``[0, 1]`` by task or control set; what is left out stays as it was.
+            accuracies: by task or control set: a share in ``[0, 1]``, or a correlation in ``[-1, 1]`` where a set is
+                scored so; what is left out stays as it was.
         """
         if not 1 <= step <= len(self.tasks):
             raise ValueError(f"`step` must be in [1, {len(self.tasks)}], got {step}.")
         shares = {name: float(value) for name, value in accuracies.items()}
         for name, share in shares.items():
-            if not 0.0 <= share <= 1.0:
-                raise ValueError(f"the accuracy of '{name}' must be in [0, 1], got {share}.")
+            if not -1.0 <= share <= 1.0:
+                raise ValueError(f"the accuracy of '{name}' must be in [0, 1] (a correlation in [-1, 1]), got {share}.")
             if name not in self.tasks and name not in self.controls:
                 raise ValueError(f"'{name}' is neither a task ({', '.join(self.tasks)}) nor a control set.")
         for name, share in shares.items():

@@ -7,17 +7,15 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
-from torch.nn.functional import normalize
-from torchmetrics.classification import MulticlassAccuracy
+from torch import Tensor
 
 from safemerge_pl.backbones import Backbone, CLIPBackbone, build_backbone
-from safemerge_pl.cores import forward_on_cores
 from safemerge_pl.data import StreamDataModule
-from safemerge_pl.heads import zero_shot_head
 from safemerge_pl.metrics import AccuracyMatrix
+from safemerge_pl.rows import summarise
+from safemerge_pl.scoring import Scorer
 
-__all__ = ["ContinualMergeModule", "summarise"]
+__all__ = ["ContinualMergeModule"]
 
 
 class ContinualMergeModule(L.LightningModule):
@@ -48,47 +46,36 @@ class ContinualMergeModule(L.LightningModule):
         self.merged_tasks: list[str] = []
         self.matrix: AccuracyMatrix | None = None
         self.last_scores: dict[str, float] = {}  # of the latest evaluation, by set and by ACC, BWT, Gen, H
-        self._heads: dict[str, Tensor] = {}  # plain tensors: they are rebuilt, not saved
-        self._counters = nn.ModuleDict()
-        self._keys: dict[str, str] = {}  # set name -> key in _counters, where dots are not allowed
+        self.scorer: Scorer | None = None  # no module: what it holds is rebuilt, not saved
 
     def configure_model(self) -> None:
         """Read the pretrained weights, once."""
         self.backbone.load()
 
     def setup(self, stage: str) -> None:
-        """Build heads, counters and the accuracy matrix for the data module's sets."""
+        """Prepare the scoring of the data module's sets, and the accuracy matrix."""
         self.configure_model()
         data = self._data()
+        if self.scorer is None or self.scorer.data is not data:
+            self.scorer = Scorer(self.backbone, data)
         for name in (*data.stream, *data.controls):
-            self.add_set(name)
+            self.scorer.add(name)
         if self.matrix is None:
             self.matrix = AccuracyMatrix(data.stream.names, data.controls)
         else:
             self._grow_matrix(data.stream.names, data.controls)
 
-    def add_set(self, name: str) -> None:
-        """Build the head and the accuracy counter of a set, once."""
-        if name in self._keys:
-            return
-        images = self._data().image_set(name)
-        self._heads[name] = zero_shot_head(self.backbone, images.classes, images.templates)
-        self._keys[name] = f"set{len(self._keys)}"
-        counter = MulticlassAccuracy(num_classes=len(images.classes), average="micro", validate_args=False)
-        self._counters[self._keys[name]] = counter.to(self.device)
-
-    def forward(self, pixels: Tensor, name: str) -> Tensor:
-        """Cosine of each image with each class of a set.
+    def forward(self, inputs: Any, name: str) -> Any:
+        """What the merged model answers on a set.
 
         Args:
-            pixels: ``(N, C, H, W)``.
+            inputs: of a batch of the set: images ``(N, C, H, W)``, or tokens by name.
             name: of the set.
 
         Returns:
-            ``(N, classes)`` in ``[-1, 1]``.
+            Of an image set the cosine of each image with each class, ``(N, classes)``; of a text set the answers.
         """
-        head = self._heads[name] = self._heads[name].to(pixels.device)
-        return normalize(forward_on_cores(self.backbone, pixels).float(), dim=-1) @ head.T
+        return self._scores().add(name)(inputs)
 
     def configure_optimizers(self) -> None:
         """No optimiser: nothing is trained."""
@@ -108,40 +95,18 @@ class ContinualMergeModule(L.LightningModule):
                 "trainer has no MergeCallback to continue; add the callback that made them."
             )
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Count the right answers of one batch."""
-        self.count(self._data().eval_names[dataloader_idx], batch)
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count one batch."""
+        self._scores().count(self._data().eval_names[dataloader_idx], batch)
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Count the right answers of one batch."""
-        self.count(self._data().eval_names[dataloader_idx], batch)
-
-    def count(self, name: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Add a batch ``(pixels, labels)`` to a set's accuracy."""
-        pixels, labels = batch
-        logits = self(pixels, name)
-        if not torch.isfinite(logits).all():
-            raise FloatingPointError(f"the logits on '{name}' hold NaN or Inf: a weight or an image is broken.")
-        self._counter(name).update(logits, labels)
-
-    def take_accuracy(self, name: str) -> tuple[float, int]:
-        """Micro accuracy of a set as a share over all processes, and the images counted; starts the count anew."""
-        counter = self._counter(name)
-        right = torch.as_tensor(counter.tp).sum()
-        counts = torch.stack([right, right + torch.as_tensor(counter.fn).sum()])
-        counter.reset()
-        if self.trainer.world_size > 1:
-            counts = self.trainer.strategy.reduce(counts, reduce_op="sum")
-        correct, counted = counts.tolist()
-        if not counted:
-            raise RuntimeError(f"no image of '{name}' was scored: its data set is empty.")
-        return correct / counted, counted
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count one batch."""
+        self._scores().count(self._data().eval_names[dataloader_idx], batch)
 
     def on_validation_epoch_end(self) -> None:
         """Turn the counts into accuracies; during ``fit`` enter the matrix row of this merge and log the stream."""
         if self.trainer.sanity_checking:
-            for name in self._keys:
-                self._counter(name).reset()
+            self._scores().reset()
             return
         self._finish("val" if self.trainer.state.fn != TrainerFn.FITTING else "fit")
 
@@ -153,7 +118,7 @@ class ContinualMergeModule(L.LightningModule):
         data = self._data()
         accuracies = {}
         for name in data.eval_names:
-            accuracies[name], counted = self.take_accuracy(name)
+            accuracies[name], counted = self._scores().take(name)
             self._require_whole(name, counted, len(data.image_set(name)))
         tasks = [name for name in data.eval_names if name in data.stream.names]
         if stage == "fit":
@@ -222,10 +187,10 @@ class ContinualMergeModule(L.LightningModule):
         self.matrix._update_count = self.matrix.steps
         self.matrix.to(self.device)
 
-    def _counter(self, name: str) -> MulticlassAccuracy:
-        counter = self._counters[self._keys[name]]
-        assert isinstance(counter, MulticlassAccuracy)
-        return counter
+    def _scores(self) -> Scorer:
+        if self.scorer is None:
+            raise RuntimeError("nothing can be scored yet: `setup` was not called.")
+        return self.scorer
 
     def _data(self) -> StreamDataModule:
         data = getattr(self._trainer, "datamodule", None)
@@ -254,16 +219,3 @@ def _grown(
     accuracy[:count, :count] = state["matrix.accuracy"][:count, :count]
     general[:count] = state["matrix.general"][:count]
     return accuracy, general
-
-
-def summarise(tasks: Sequence[float], controls: Sequence[float]) -> dict[str, float]:
-    """ACC, Gen. and H of one model that was scored on everything."""
-    scores = {}
-    if tasks:
-        scores["ACC"] = sum(tasks) / len(tasks)
-    if controls:
-        scores["Gen"] = sum(controls) / len(controls)
-    if tasks and controls:
-        total = scores["ACC"] + scores["Gen"]
-        scores["H"] = 2 * scores["ACC"] * scores["Gen"] / total if total else 0.0
-    return scores

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from safemerge_pl.adam import Adam
+
 __all__ = ["RecoveryProblem", "initial_factors", "solve_recovery"]
 
 
@@ -51,17 +53,15 @@ class RecoveryProblem:
     r"""What one stack of layers has to solve: constants of Eqs. 8-12.
 
     Attributes:
-        masked: bool or 0/1 mask :math:`M` as the task vector's dtype, ``(L, d_out, d_in)``.
-        start: :math:`M \odot \tau`, ``(L, d_out, d_in)``.
+        masked: the mask :math:`M` as 0 and 1 in the task vector's dtype, ``(L, d_out, d_in)``.
         directions: :math:`W`, ``(L, d_in, r)``.
-        target: :math:`T`, ``(L, d_out, r)``.
+        residual: :math:`E_0 = (M \odot \tau)W - T`, what is missed without any correction, ``(L, d_out, r)``.
         regularization: :math:`\mu`.
     """
 
     masked: Tensor
-    start: Tensor
     directions: Tensor
-    target: Tensor
+    residual: Tensor
     regularization: float
 
     @classmethod
@@ -91,33 +91,43 @@ class RecoveryProblem:
         target = (task_vector - merged_vector) @ directions
         if old_basis is not None:
             directions = torch.cat([(1 - plasticity) ** 0.5 * old_basis, directions], dim=2)
-            target = torch.cat([target.new_zeros(*target.shape[:2], old_basis.shape[2]), target], dim=2)
         masked = mask.to(task_vector.dtype)
-        return cls(masked, masked * task_vector, directions, target, regularization)
+        residual = (masked * task_vector) @ directions
+        residual[:, :, -target.shape[2] :] -= target  # the old directions' target is zero
+        return cls(masked, directions, residual, regularization)
 
-    def correction(self, a: Tensor, b: Tensor) -> Tensor:
+    def correction(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         r""":math:`C = M \odot (BA)` of Eq. 8, ``(L, d_out, d_in)``; zero wherever the mask is."""
-        return (b @ a).mul_(self.masked)
+        return torch.bmm(b, a, out=out).mul_(self.masked)
 
-    def loss_and_gradients(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def loss_and_gradients(
+        self, a: Tensor, b: Tensor, room: Sequence[Tensor | None] = (None,) * 5
+    ) -> tuple[Tensor, Tensor, Tensor]:
         r"""Loss of each layer (Eq. 12) and its gradients.
 
-        With :math:`H = M \odot (2EW^\top + 2\mu C)`: :math:`\partial L/\partial B = HA^\top` and
-        :math:`\partial L/\partial A = B^\top H`. Sums, never means: Adam's ``eps`` is not scale-free.
+        With :math:`E = E_0 + CW` and :math:`H = M \odot (2EW^\top + 2\mu C)`: :math:`\partial L/\partial B = HA^\top`
+        and :math:`\partial L/\partial A = B^\top H`. Sums, never means: Adam's ``eps`` is not scale-free.
 
         Args:
             a: :math:`A`, ``(L, r_l, d_in)``.
             b: :math:`B`, ``(L, d_out, r_l)``.
+            room: tensors to write both gradients, :math:`C`, :math:`E` and :math:`H` to.
 
         Returns:
             ``(L,)`` losses, gradient of ``a``, gradient of ``b``.
         """
-        correction = self.correction(a, b)
-        residual = (self.start + correction) @ self.directions - self.target  # E, (L, d_out, r)
-        loss = residual.square().sum((1, 2)) + self.regularization * correction.square().sum((1, 2))
-        slope = torch.baddbmm(correction, residual, self.directions.mT, beta=2 * self.regularization, alpha=2)
-        slope.mul_(self.masked)
-        return loss, b.mT @ slope, slope @ a.mT
+        grad_a, grad_b, kept_c, kept_e, kept_h = room
+        correction = self.correction(a, b, kept_c)
+        residual = torch.baddbmm(self.residual, correction, self.directions, out=kept_e)
+        loss = _squared_norm(residual) + self.regularization * _squared_norm(correction)
+        slope = torch.baddbmm(
+            correction, residual, self.directions.mT, beta=2 * self.regularization, alpha=2, out=kept_h
+        ).mul_(self.masked)
+        return loss, torch.bmm(b.mT, slope, out=grad_a), torch.bmm(slope, a.mT, out=grad_b)
+
+    def room(self) -> list[Tensor]:
+        """Tensors for what :meth:`loss_and_gradients` works out on the way."""
+        return [torch.empty_like(self.masked), torch.empty_like(self.residual), torch.empty_like(self.masked)]
 
 
 def solve_recovery(problem: RecoveryProblem, recovery_a: Tensor, *, num_steps: int, lr: float) -> tuple[Tensor, Tensor]:
@@ -142,13 +152,25 @@ def solve_recovery(problem: RecoveryProblem, recovery_a: Tensor, *, num_steps: i
         >>> correction.item(), losses[0].item()  # the whole task vector is kept: there is nothing to recover
         (0.0, 0.0)
     """
-    a = recovery_a.to(problem.start).clone()
-    b = a.new_zeros(a.shape[0], problem.start.shape[1], a.shape[1])
-    optimizer = torch.optim.Adam([a, b], lr=lr)
+    start = recovery_a.to(problem.masked)
+    (count, rank, d_in), d_out = start.shape, problem.masked.shape[1]
+    factors = torch.cat([start.reshape(-1), start.new_zeros(count * d_out * rank)])
+    adam = Adam(factors, lr)
+    (a, b), (grad_a, grad_b) = (
+        (flat[: start.numel()].view(count, rank, d_in), flat[start.numel() :].view(count, d_out, rank))
+        for flat in (factors, adam.gradient)
+    )
+    room = [grad_a, grad_b, *problem.room()]
     losses = []
     for _ in range(num_steps):
-        loss, a.grad, b.grad = problem.loss_and_gradients(a, b)
-        losses.append(loss)
-        optimizer.step()
-    losses.append(problem.loss_and_gradients(a, b)[0])
+        losses.append(problem.loss_and_gradients(a, b, room)[0])
+        adam.step()
+    losses.append(problem.loss_and_gradients(a, b, room)[0])
     return problem.correction(a, b), torch.stack(losses)
+
+
+def _squared_norm(matrices: Tensor) -> Tensor:
+    r""":math:`\|X\|_F^2` of each matrix, ``(L, m, n) -> (L,)``."""
+    flat = matrices.flatten(1)
+    norms: Tensor = torch.linalg.vecdot(flat, flat)
+    return norms

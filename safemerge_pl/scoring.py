@@ -1,73 +1,174 @@
-"""Score weights on image sets outside any Lightning loop."""
+"""Score the weights that a backbone holds: counts a batch, summed over batches and processes, then one number a set."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from torch.utils.data import DataLoader
 
 from safemerge_pl.backbones import Backbone
-from safemerge_pl.checkpoints import Source, match_names, open_checkpoint
+from safemerge_pl.checkpoints import CheckpointError, Source, match_names, open_checkpoint
 from safemerge_pl.cores import forward_on_cores
-from safemerge_pl.data import StreamDataModule, as_it_is
 from safemerge_pl.heads import zero_shot_head
 from safemerge_pl.preflight import aligned
 
-__all__ = ["Scorer", "expert_weights", "swapped_weights"]
+if TYPE_CHECKING:
+    from safemerge_pl.data import ImageSet, StreamDataModule
+
+__all__ = ["Scorer", "SetScore", "ZeroShotScore", "expert_weights", "swapped_weights"]
+
+
+class SetScore(ABC):
+    """How one set is scored: an answer an example, counts a batch, one number from the summed counts.
+
+    Counts are sums, so that they can be added over batches and over processes in any order with one result.
+    """
+
+    @abstractmethod
+    def __call__(self, inputs: Any) -> Any:
+        """What the backbone answers to the inputs of a batch."""
+
+    @abstractmethod
+    def zero(self) -> Tensor:
+        """Counts before the first batch."""
+
+    @abstractmethod
+    def count(self, batch: Any) -> Tensor:
+        """Counts of a batch, of the shape of :meth:`zero`, on the CPU.
+
+        Raises:
+            FloatingPointError: if the model's answer is NaN or Inf.
+        """
+
+    def value(self, counts: Tensor) -> tuple[float, int]:
+        """The set's score and the number of examples in it; by default counts are ``(right, counted)``."""
+        right, counted = counts.tolist()
+        return right / counted if counted else 0.0, counted
+
+
+class ZeroShotScore(SetScore):
+    """Top-1 accuracy (micro) of an image set by the head that its class names give.
+
+    Args:
+        images: the set.
+        backbone: loaded; its text tower is the pretrained one.
+    """
+
+    def __init__(self, images: "ImageSet", backbone: Backbone) -> None:
+        self.name, self.backbone = images.name, backbone
+        self.head = zero_shot_head(backbone, images.classes, images.templates)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Cosine of each image ``(N, C, H, W)`` with each class: ``(N, classes)`` in ``[-1, 1]``."""
+        self.head = self.head.to(inputs.device)
+        return normalize(forward_on_cores(self.backbone, inputs).float(), dim=-1) @ self.head.T
+
+    def zero(self) -> Tensor:
+        """See :class:`SetScore`."""
+        return torch.zeros(2, dtype=torch.int64)
+
+    def count(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Right answers and images of a batch ``(pixels, labels)``."""
+        pixels, labels = batch
+        logits = self(pixels)
+        if not torch.isfinite(logits).all():
+            raise FloatingPointError(f"the logits on '{self.name}' hold NaN or Inf: a weight or an image is broken.")
+        return torch.tensor([int((logits.argmax(1) == labels).sum()), len(labels)])
 
 
 class Scorer:
-    """Accuracy of whatever weights a backbone holds; heads are computed once from the pretrained text tower.
+    """Score of whatever weights a backbone holds on the sets of a data module, inside and outside of a trainer.
 
     Args:
         backbone: loaded, on the device where scoring runs.
-        data: gives the sets by name.
+        data: gives the sets by name, and the trainer with its processes if it is attached to one.
     """
 
-    def __init__(self, backbone: Backbone, data: StreamDataModule) -> None:
+    def __init__(self, backbone: Backbone, data: "StreamDataModule") -> None:
         self.backbone, self.data = backbone, data
-        self._heads: dict[str, Tensor] = {}
+        self._sets: dict[str, SetScore] = {}
+        self._counts: dict[str, Tensor] = {}
+
+    def add(self, name: str) -> SetScore:
+        """What scores a set, built once (a head from the pretrained text tower, for example)."""
+        if name not in self._sets:
+            self._sets[name] = self.data.image_set(name).score(self.backbone)
+        return self._sets[name]
+
+    def count(self, name: str, batch: Any) -> None:
+        """Add a batch to a set's counts."""
+        scoring = self.add(name)
+        self._counts[name] = self._counts.get(name, scoring.zero()) + scoring.count(batch)
+
+    def take(self, name: str) -> tuple[float, int]:
+        """Score of a set over all processes, and the examples counted; starts the count anew.
+
+        Raises:
+            RuntimeError: if nothing was counted.
+        """
+        scoring, trainer = self.add(name), self.data.trainer
+        counts = self._counts.pop(name, scoring.zero())
+        if trainer is not None and trainer.world_size > 1:
+            strategy = trainer.strategy
+            counts = strategy.reduce(counts.to(strategy.root_device), reduce_op="sum").cpu()
+        value, counted = scoring.value(counts)
+        if not counted:
+            raise RuntimeError(f"nothing of '{name}' was scored: its data set is empty.")
+        return value, counted
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self._counts.clear()
 
     @torch.inference_mode()
-    def accuracy(self, name: str) -> float:
-        """Share of a set's images that get their own class, micro."""
-        images = self.data.image_set(name)
-        if name not in self._heads:
-            self._heads[name] = zero_shot_head(self.backbone, images.classes, images.templates)
-        device = next(self.backbone.parameters()).device
-        head = self._heads[name].to(device)
-        loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-            self.data.dataset(name, self.backbone),
-            batch_size=self.data.batch_size,
-            num_workers=self.data.num_workers,
-            collate_fn=as_it_is,
-        )
-        right = torch.zeros((), dtype=torch.int64, device=device)
-        for pixels, labels in loader:
-            features = normalize(forward_on_cores(self.backbone, pixels.to(device)).float(), dim=-1)
-            logits = features @ head.T
-            if not torch.isfinite(logits).all():
-                raise FloatingPointError(f"the logits on '{name}' hold NaN or Inf: a weight or an image is broken.")
-            right += (logits.argmax(1) == labels.to(device)).sum()
-        return int(right) / len(images)
+    def score(self, name: str) -> float:
+        """Go through a whole set and score it; the module may be in the middle of a training epoch."""
+        device, training = next(self.backbone.parameters()).device, self.backbone.training
+        trainer = self.data.trainer
+        precision = nullcontext() if trainer is None else trainer.precision_plugin.val_step_context()
+        self.backbone.eval()
+        try:
+            with precision:
+                for batch in self.data.loader(name, self.backbone):
+                    self.count(name, move_data_to_device(batch, device))
+        finally:
+            self.backbone.train(training)
+        return self.take(name)[0]
 
 
-def expert_weights(pretrained: Source, source: Source) -> dict[str, Tensor]:
-    """All tensors of a fine-tuned model by the names of a tower.
+def expert_weights(tower: nn.Module, source: Source, pretrained: Source | None = None) -> dict[str, Tensor]:
+    """All tensors of a fine-tuned model by the names of a tower; a tied tensor once, under any name the file has.
 
     Args:
-        pretrained: the tower with its pretrained weights; an adapter is put on these.
+        tower: the module they are for.
         source: the fine-tuned model, in any form.
+        pretrained: what an adapter is put on; the tower itself, if it holds the pretrained weights.
 
     Raises:
-        CheckpointError: if the model lacks one of the tower's tensors.
+        CheckpointError: if the model lacks one of the tower's tensors, or has two where the tower has one.
     """
-    base = open_checkpoint(pretrained)
-    wanted = [name for name in base if base.dtype(name).is_floating_point]
+    groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for name, value in tower.state_dict().items():
+        if value.is_floating_point():
+            groups.setdefault((value.data_ptr(), tuple(value.shape)), []).append(name)
+    base = open_checkpoint(tower if pretrained is None else pretrained)
+    wanted = [group[0] for group in groups.values()]
     checkpoint = aligned(base, wanted, open_checkpoint(source), on_mismatch="pretrained")  # refused before, if at all
-    return {name: checkpoint[theirs] for name, theirs in match_names(wanted, checkpoint).items()}
+    tied = [group for group in groups.values() if len(group) > 1]
+    present = {group[0]: [name for name in group if _holds(checkpoint, name)] for group in tied}
+    for first, second in ((found[0], other) for found in present.values() for other in found[1:]):
+        theirs = match_names([first, second], checkpoint)
+        if not torch.equal(checkpoint[theirs[first]], checkpoint[theirs[second]]):
+            raise CheckpointError(
+                f"{checkpoint.source}: `{theirs[second]}` differs from `{theirs[first]}`, which the pretrained model "
+                "ties; give a pretrained model with its own head, or an expert without."
+            )
+    names = match_names([(present.get(group[0]) or group)[0] for group in groups.values()], checkpoint)
+    return {name: checkpoint[theirs] for name, theirs in names.items()}
 
 
 @contextmanager
@@ -84,3 +185,7 @@ def swapped_weights(tower: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator
         with torch.no_grad():
             for name, tensor in kept.items():
                 parameters[name].copy_(tensor)
+
+
+def _holds(checkpoint: Mapping[str, Tensor], name: str) -> bool:
+    return name in checkpoint or any(theirs.endswith("." + name) for theirs in checkpoint)

@@ -28,9 +28,9 @@ from safemerge_pl.experts import find_experts
 from safemerge_pl.memory import PeakMemory
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.module import summarise
 from safemerge_pl.report import write_json
-from safemerge_pl.scoring import Scorer, expert_weights, swapped_weights
+from safemerge_pl.rows import individual_row, require_published, score_row, summarise
+from safemerge_pl.scoring import Scorer, swapped_weights
 from safemerge_pl.stream import TaskStream
 
 __all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
@@ -115,6 +115,8 @@ class Study:
         jobs: processes that measure cells side by side, each with its share of the threads. Times and memory of an
             overhead table are only comparable with one. In a script, more than one needs the usual
             ``if __name__ == "__main__":`` guard.
+        device: where models are merged and scored: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU where there is one.
+        assert_scores: stop where a reference row is further from the published scores than this share.
     """
 
     def __init__(
@@ -131,6 +133,8 @@ class Study:
         individual: bool = True,
         overhead: bool = False,
         jobs: int = 1,
+        device: str = "cpu",
+        assert_scores: float | None = None,
     ) -> None:
         labels = [row.label for row in rows]
         if not rows or len(set(labels)) < len(labels):
@@ -144,6 +148,8 @@ class Study:
         if jobs < 1:
             raise MisconfigurationException(f"`jobs` must be at least 1, got {jobs}.")
         self.pretrained, self.individual, self.jobs = pretrained, individual, jobs
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self.assert_scores = assert_scores
         self.results: list[dict[str, Any]] = []
         self.references: dict[str, dict[str, dict[str, Any]]] = {}
 
@@ -166,10 +172,10 @@ class Study:
             _check_figure(figure, self)
         sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
         blank = pickle.dumps(self)  # for other processes, before anything is loaded
-        self.backbone.load()
+        self._load()
         scorers = {name: Scorer(self.backbone, data) for name, data in self.streams.items()}
-        for name, data in self.streams.items():
-            self.references[name] = self._reference_rows(name, data, sources[name], scorers[name])
+        for name in self.streams:
+            self.references[name] = self._reference_rows(name, sources[name], scorers[name])
         paths = [self._path(cell, sources[cell.stream]) for cell in cells]
         missing = [index for index, path in enumerate(paths) if not path.exists()]
         start, measured = time.perf_counter(), 0
@@ -229,9 +235,9 @@ class Study:
                 merger.fold(sources[task], task)
             peaks += [] if peak.mib is None else [peak.mib]
             with swapped_weights(tower, merger.merged_parameters()):
-                when_merged[task] = scorer.accuracy(task)
+                when_merged[task] = scorer.score(task)
                 if task == order[-1]:
-                    last = {name: scorer.accuracy(name) for name in (*order, *data.controls) if name != task}
+                    last = {name: scorer.score(name) for name in (*order, *data.controls) if name != task}
         last[order[-1]] = when_merged[order[-1]]
         scores = summarise([last[task] for task in order], [last[name] for name in data.controls])
         earlier = list(order)[:-1]
@@ -251,31 +257,30 @@ class Study:
             "seconds": time.perf_counter() - start,
         }
 
-    def _reference_rows(
-        self, stream: str, data: StreamDataModule, sources: dict[str, Source], scorer: Scorer
-    ) -> dict[str, dict[str, Any]]:
+    def _reference_rows(self, stream: str, sources: dict[str, Source], scorer: Scorer) -> dict[str, dict[str, Any]]:
         """Scores of the pretrained model and of the experts on their own (METHODS 12)."""
         rows: dict[str, dict[str, Any]] = {}
         tower = self._tower()
         known = self.folder / "cells" / f"references-{self._hash(stream, sources, {})}.json"
         if known.exists():
             rows = json.loads(known.read_text())
+
+        def told(task: str, row: dict[str, Any]) -> None:
+            print(f"expert {task}: {100 * row['acc']:.1f}", flush=True)
+            require_published(scorer.data, "individual", {task: row["acc"]}, self.assert_scores)
+
         if self.pretrained and "Pre-trained" not in rows:
-            found = {name: scorer.accuracy(name) for name in (*data.stream, *data.controls)}
-            rows["Pre-trained"] = _row(found, data)
+            rows["Pre-trained"] = score_row(scorer)
+            require_published(scorer.data, "pretrained", rows["Pre-trained"]["accuracies"], self.assert_scores)
         if self.individual and "Individual" not in rows:
-            own: dict[str, float] = {}
-            controls: dict[str, list[float]] = {name: [] for name in data.controls}
-            for task, source in sources.items():
-                with swapped_weights(tower, expert_weights(tower, source)):
-                    own[task] = scorer.accuracy(task)
-                    for name in data.controls:
-                        controls[name].append(scorer.accuracy(name))
-                print(f"expert {task}: {100 * own[task]:.1f}", flush=True)
-            rows["Individual"] = _row({**own, **{n: sum(v) / len(v) for n, v in controls.items()}}, data)
+            rows["Individual"] = individual_row(scorer, tower, sources, told)
         write_json(known, rows)
         wanted = {"Pre-trained": self.pretrained, "Individual": self.individual}
         return {name: row for name, row in rows.items() if wanted[name]}
+
+    def _load(self) -> None:
+        self.backbone.load()
+        self.backbone.to(self.device)
 
     def _tower(self) -> Any:
         return getattr(self.backbone, self.backbone.merged_attr)
@@ -295,6 +300,7 @@ class Study:
             "tasks": list(data.stream),
             "controls": list(data.controls),
             "experts": {task: _stamp(source) for task, source in sources.items()},
+            **({"data": data.settings()} if data.settings() else {}),
             **extra,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
@@ -307,7 +313,7 @@ _worker: dict[str, Any] = {}
 def _start_worker(blank: bytes, threads: int) -> None:
     torch.set_num_threads(threads)
     study: Study = pickle.loads(blank)
-    study.backbone.load()
+    study._load()
     scorers = {name: Scorer(study.backbone, data) for name, data in study.streams.items()}
     _worker.update(study=study, cells=study.cells(), scorers=scorers)
 
@@ -315,11 +321,6 @@ def _start_worker(blank: bytes, threads: int) -> None:
 def _measure_in_worker(index: int, path: Path) -> None:
     cell = _worker["cells"][index]
     write_json(path, _worker["study"]._measure(cell, _worker["scorers"][cell.stream]))
-
-
-def _row(accuracies: dict[str, float], data: StreamDataModule) -> dict[str, Any]:
-    tasks, controls = [accuracies[name] for name in data.stream], [accuracies[name] for name in data.controls]
-    return {**summarise(tasks, controls), "accuracies": accuracies}
 
 
 def _stamp(source: Source) -> list[Any]:

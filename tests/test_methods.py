@@ -390,13 +390,14 @@ def test_wudi_gram_form_equals_the_literal_one(shape: tuple[int, int]) -> None:
     """Section 4, "equivalent cheap form"."""
     vectors = randn(2, 3, *shape, seed=1).double()
     grams = vectors.mT @ vectors / vectors.square().sum((2, 3), keepdim=True)
-    x = randn(3, *shape, seed=2).double()
-    losses, gradient = wudi_loss_and_gradient(x, vectors, grams)
+    moved, start = randn(3, *shape, seed=2).double(), vectors.sum(0)
+    losses, gradient = wudi_loss_and_gradient(moved, vectors[1] @ grams[0] + vectors[0] @ grams[1], grams.sum(0))
     for layer in range(3):
-        leaf = x[layer].clone().requires_grad_()
+        leaf = (start + moved)[layer].clone().requires_grad_()
         loss = twins.wudi_objective(leaf, list(vectors[:, layer]))
         loss.backward()
-        assert losses[layer].item() == pytest.approx(loss.item(), rel=1e-12)
+        first = twins.wudi_objective(start[layer], list(vectors[:, layer]))
+        assert losses[layer].item() == pytest.approx((loss - first).item(), rel=1e-12)
         assert torch.allclose(gradient[layer], leaf.grad, rtol=1e-12, atol=1e-14)
 
 
@@ -650,7 +651,8 @@ def test_nufilt_loss_and_gradients_equal_the_literal_ones(shape: tuple[int, int]
         torch.stack([twins.leading(matrix, rank) for matrix in stack]) for stack, rank in ((merged, 4), (tau, 2))
     )
     target = (tau - merged - (tau - tau @ old @ old.mT)) @ new
-    losses, *gradients = nufilt_loss_and_gradients(tau, a, b, old, new, target)
+    target = torch.cat([target, torch.zeros(2, shape[0], old.shape[2], dtype=target.dtype)], dim=2)
+    losses, *gradients = nufilt_loss_and_gradients(tau, a, b, torch.cat([new, old], dim=2), target)
     for layer in range(2):
         leaves = [factor[layer].clone().requires_grad_() for factor in (a, b)]
         loss = twins.nufilt_objective(tau[layer], merged[layer], old[layer], new[layer], *leaves)

@@ -115,11 +115,23 @@ def test_rows_are_merges_and_columns_tasks() -> None:
     assert matrix.general[1].tolist() == [0.4, 0.4]
 
 
-@pytest.mark.parametrize("share", [1.0000001, 70.0, -0.1, float("nan"), float("inf"), torch.tensor(71.5)])
+@pytest.mark.parametrize("share", [1.0000001, 70.0, -1.1, float("nan"), float("inf"), torch.tensor(71.5)])
 def test_a_value_that_is_no_share_is_refused(share: Any) -> None:
     """Percent by mistake, or a mean over nothing."""
-    with pytest.raises(ValueError, match=r"the accuracy of 'b' must be in \[0, 1\], got"):
+    with pytest.raises(
+        ValueError, match=r"the accuracy of 'b' must be in \[0, 1\] \(a correlation in \[-1, 1\]\), got"
+    ):
         filled(1).update(2, {"b": share})
+
+
+def test_a_correlation_may_be_negative() -> None:
+    """K3: STSB's Spearman enters ACC as it is; a harmonic mean of signs that differ is no mean, so H is 0."""
+    matrix = AccuracyMatrix(["a", "b"], ["p"])
+    matrix.update(1, {"a": -0.5, "p": 0.49})
+    assert values(matrix.compute())["ACC"] == -0.5
+    assert values(matrix.compute())["H"] == 0.0
+    matrix.update(2, {"a": -0.25, "b": 0.75, "p": 0.25})
+    assert values(matrix.compute()) == pytest.approx({"ACC": 0.25, "BWT": 0.25, "Gen": 0.25, "H": 0.25})
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:

@@ -215,7 +215,7 @@ def test_stacked_solve_equals_one_solve_a_layer_bit_for_bit(shape: tuple[int, in
     stacked, losses = solve_recovery(problem, a, num_steps=8, lr=1e-3)
     for layer in range(5):
         alone = RecoveryProblem(
-            *(x[layer : layer + 1] for x in (problem.masked, problem.start, problem.directions, problem.target)),
+            *(x[layer : layer + 1] for x in (problem.masked, problem.directions, problem.residual)),
             regularization=problem.regularization,
         )
         correction, alone_losses = solve_recovery(alone, a[layer : layer + 1], num_steps=8, lr=1e-3)
@@ -226,9 +226,9 @@ def test_stacked_solve_equals_one_solve_a_layer_bit_for_bit(shape: tuple[int, in
 def test_solve_leaves_its_arguments_alone() -> None:
     tau, tau_bar, mask, a, _ = random_problem((6, 5))
     problem = problem_of(tau, tau_bar, mask)
-    before = [x.clone() for x in (problem.masked, problem.start, problem.directions, problem.target, a)]
+    before = [x.clone() for x in (problem.masked, problem.directions, problem.residual, a)]
     solve_recovery(problem, a, num_steps=3, lr=1e-1)
-    after = (problem.masked, problem.start, problem.directions, problem.target, a)
+    after = (problem.masked, problem.directions, problem.residual, a)
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
     assert not a.requires_grad
     assert a.grad is None

@@ -1,30 +1,48 @@
 """The callback that folds the next fine-tuned model into the module at each task boundary."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from safemerge_pl.checkpoints import CheckpointError, Source
-from safemerge_pl.experts import Experts, find_experts
+from safemerge_pl.callbacks.from_files import FromFiles
+from safemerge_pl.callbacks.guards import refuse_unsupported
+from safemerge_pl.callbacks.live import Live
+from safemerge_pl.callbacks.options import LiveOptions
+from safemerge_pl.checkpoints import Source
+from safemerge_pl.experts import Experts
+from safemerge_pl.live_lora import plain_name
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
 from safemerge_pl.preflight import Mismatch
+from safemerge_pl.sharing import Processes
 
 __all__ = ["MergeCallback"]
 
 
 class MergeCallback(L.Callback):
-    """Fold one model an epoch, before the epoch's validation, with any merge method.
+    """Fold one model after another into the module, with any merge method.
 
-    The module's weights at the start of ``fit`` are the pretrained ones. Only parameters that the method merges are
-    changed, in place and wholly or not at all. The position in the stream is the callback's own and is saved with the
-    checkpoint, so a run that was stopped continues where it was, bit-identical, and nothing is folded twice.
-    ``validate``, ``test`` and ``predict`` fold nothing.
+    The models come from checkpoints, one an epoch (``experts``), or from the training itself: with ``epochs_per_task``
+    or ``boundary`` the callback folds what somebody's loop has just trained, at the end of each task.
+
+    The module's weights at the start of ``fit`` are the pretrained ones. Weights are changed in place and wholly or not
+    at all. The position in the stream is the callback's own and is saved with the checkpoint, so a run that was stopped
+    continues where it was, bit-identical, and nothing is folded twice. ``validate``, ``test`` and ``predict`` fold
+    nothing.
+
+    From checkpoints, a model is folded at the start of an epoch, and the epoch's validation scores the merge.
+
+    In training, a task is folded after its last optimiser step. The merged weights are then in the module for that
+    boundary's validation and checkpoints; before the next batch the pretrained weights return, with a fresh optimiser
+    and scheduler. Validations and checkpoints inside a task see the weights in training. Parameters outside of
+    ``module_attr`` (a classification head) are trained on as they are.
 
     Args:
         method: how to merge; SAFE-Merge with its defaults if left out.
@@ -36,8 +54,10 @@ class MergeCallback(L.Callback):
             names, or the whole module.
         device: where the arithmetic runs, ``"auto"`` for the module's device.
         on_mismatch: ``"pretrained"`` also takes models of another image size or vocabulary, with the pretrained rows.
+        **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Raises:
+        ValueError: if options contradict each other.
         MisconfigurationException: in ``setup``, for a strategy that shards weights, half-precision weights, or an
             expert that is missing or does not fit; all problems in one message, before anything is changed.
     """
@@ -50,6 +70,7 @@ class MergeCallback(L.Callback):
         module_attr: str | None = None,
         device: str = "auto",
         on_mismatch: Mismatch = "error",
+        **live: Unpack[LiveOptions],
     ) -> None:
         super().__init__()
         self.method = SafeMerge() if method is None else method
@@ -57,8 +78,11 @@ class MergeCallback(L.Callback):
         self.layers, self.module_attr, self.device = layers, module_attr, device
         self.on_mismatch: Mismatch = on_mismatch
         self.merger: ContinualMerger | None = None
-        self.sources: dict[str, Source] = {}  # model of each task, in stream order
         self._restored: dict[str, Any] | None = None
+        if live and experts != "zoo":
+            raise ValueError("give `experts` (checkpoints) or `epochs_per_task`/`boundary` (training), not both.")
+        self.live = Live(self, live) if live else None
+        self._mode = self.live or FromFiles(self)
 
     @property
     def state_key(self) -> str:
@@ -77,6 +101,11 @@ class MergeCallback(L.Callback):
         return [] if self.merger is None else self.merger.tasks
 
     @property
+    def sources(self) -> dict[str, Source]:
+        """Checkpoint of each task, in stream order; empty in training."""
+        return self._mode.sources if isinstance(self._mode, FromFiles) else {}
+
+    @property
     def reports(self) -> list[FoldReport]:
         """One report a fold."""
         return [] if self.merger is None else self.merger.reports
@@ -85,73 +114,64 @@ class MergeCallback(L.Callback):
         """Capture the pretrained weights and check everything that is going to be merged."""
         if stage != "fit":
             return
-        _refuse_unsupported(trainer)
+        refuse_unsupported(trainer)
         pl_module.configure_model()
-        self.sources = find_experts(self.experts, self._stream(trainer))
-        if trainer.limit_train_batches == 0:
-            raise MisconfigurationException("`limit_train_batches` is 0: no epoch would run and nothing be merged.")
-        epochs = trainer.max_epochs
-        if epochs is not None and not 0 <= epochs <= len(self.sources):
-            raise MisconfigurationException(
-                f"`max_epochs` is {epochs} but the stream has {len(self.sources)} tasks, one an epoch; set it to "
-                f"{len(self.sources)}, or less to stop early."
-            )
-        if self.merger is None:  # captured once: at a second fit the module holds merged weights
-            earlier: list[str] = getattr(pl_module, "merged_tasks", [])
-            if earlier:
-                raise MisconfigurationException(
-                    f"the module already holds a merge of {', '.join(earlier)}, so the pretrained weights are "
-                    "unknown; start from a fresh module and resume with `ckpt_path`."
-                )
-            target = self.target(pl_module)
-            device = pl_module.device if self.device == "auto" else self.device
-            try:
-                self.merger = ContinualMerger(
-                    target, self.method, layers=self.layers, device=device, on_mismatch=self.on_mismatch
-                )
-            except ValueError as error:
-                raise MisconfigurationException(f"the pretrained model cannot be merged into: {error}") from error
-        self._check_all()
+        self._mode.setup(trainer, pl_module)
+        self._require_own_weights(trainer, pl_module)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take up a restored position, now that module and checkpoint are in place."""
-        merger = self._require_merger()
+        restored, self._restored = self._restored, None
+        if restored is not None and ("live" in restored) != (self.live is not None):
+            kind = "checkpoints (`experts`)" if self.live is not None else "what a loop trains (`epochs_per_task`)"
+            raise MisconfigurationException(f"this checkpoint is from a merge of {kind}; build the callback as then.")
+        merger = self.require_merger()
         merger.device = torch.device(pl_module.device if self.device == "auto" else self.device)
-        if self._restored is not None:
-            try:
-                merger.load_state_dict(self._restored, self.target(pl_module))
-            except CheckpointError as error:
-                raise MisconfigurationException(f"this checkpoint cannot be resumed: {error}") from error
-            self._restored = None
-        stream = list(self.sources)
-        if merger.tasks != stream[: len(merger.tasks)]:
-            raise MisconfigurationException(
-                f"the merged tasks are {', '.join(merger.tasks)}, but the stream starts with "
-                f"{', '.join(stream[: len(merger.tasks)])}; resume with the same order."
-            )
-        self._write(pl_module)
+        merger.processes = Processes(shared=trainer.world_size > 1 and merger.method.concurrent)
+        self._mode.on_fit_start(trainer, pl_module, restored)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Fold what is due."""
-        self._catch_up(trainer, pl_module)
+        """Fold what is due from a checkpoint; in training, begin the next task."""
+        self._mode.begin(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Fold what is due, if the epoch started from a checkpoint taken inside it (its start hook is skipped then)."""
-        self._catch_up(trainer, pl_module)
+        self._mode.begin(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """In training, fold after a task's last batch: its optimiser step is done, its validation still to come."""
+        if trainer.is_last_batch:
+            self._mode.end_epoch(trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """In training, enter the accuracies of a boundary."""
+        if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
+            self._mode.on_validation_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """In training, close an epoch whose last batch the module skipped (its batch hook is skipped then)."""
+        if trainer.is_last_batch:
+            self._mode.end_epoch(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say so if the run ended early."""
-        due = min(len(self.sources), trainer.max_epochs or len(self.sources))
-        if len(self.tasks) < due and not trainer.fast_dev_run and not trainer.should_stop:  # type: ignore[attr-defined]
-            raise MisconfigurationException(f"only {len(self.tasks)} of {due} tasks were merged; was the run limited?")
+        """Say so if the run ended early; in training, fold the last task where only now it is known to be over."""
+        self._mode.on_train_end(trainer, pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The merger outlives the run's processes."""
+        if self.merger is not None:
+            self.merger.processes = Processes(shared=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, reports, settings and hashes; the merged weights are in the module's own state."""
-        if self.merger is None:
-            return self._restored or {}
-        return self.merger.state_dict()
+        """Position, reports, settings and hashes, as plain values.
+
+        From checkpoints, the merged weights are in the module's own state; in training they are added here.
+        """
+        return self._mode.state_dict() or self._restored or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until ``fit`` starts; other stages have no use for it."""
@@ -174,47 +194,25 @@ class MergeCallback(L.Callback):
             raise MisconfigurationException(f"`module_attr` '{path}' is a {type(target).__name__}, not a module.")
         return target
 
-    def _stream(self, trainer: L.Trainer) -> Sequence[str]:
-        stream = getattr(getattr(trainer, "datamodule", None), "stream", None)
-        if stream is not None:
-            return list(stream)
-        if isinstance(self.experts, Mapping):
-            return list(self.experts)
-        raise MisconfigurationException(
-            "no order of tasks: use a StreamDataModule, or give `experts` as a mapping from task to model."
-        )
+    def _require_own_weights(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Two callbacks must not merge the same weights."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        mine = {id(tensor) for tensor in self._merged_tensors(pl_module)}
+        for other in callbacks:
+            if isinstance(other, MergeCallback) and other is not self and other.merger is not None:
+                shared = sum(id(tensor) in mine for tensor in other._merged_tensors(pl_module))
+                if shared:
+                    raise MisconfigurationException(
+                        f"two merge callbacks share {shared} parameters; give each its own `module_attr` or `layers`."
+                    )
 
-    def _check_all(self) -> None:
-        merger, problems = self._require_merger(), []
-        for task, source in self.sources.items():
-            if task in merger.tasks:
-                continue
-            try:
-                merger.check(source, task)
-            except CheckpointError as error:
-                problems.append(f"task '{task}': {error}")
-        if problems:
-            raise MisconfigurationException("\n".join(problems))
+    def _merged_tensors(self, pl_module: L.LightningModule) -> list[Tensor]:
+        merger = self.require_merger()
+        tensors = {plain_name(n): t for n, t in self.target(pl_module).state_dict(keep_vars=True).items()}
+        return [tensors[name] for name in merger.merged_parameters()]
 
-    def _catch_up(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        merger, stream = self._require_merger(), list(self.sources)
-        while len(merger.tasks) <= min(trainer.current_epoch, len(stream) - 1):
-            task = stream[len(merger.tasks)]
-            report = merger.fold(self.sources[task], task)
-            self._write(pl_module)
-            self._log(trainer, report)
-
-    def _write(self, pl_module: L.LightningModule) -> None:
-        """Copy the merged weights into the module's own parameters, which keep their identity."""
-        merger = self._require_merger()
-        parameters = dict(self.target(pl_module).state_dict(keep_vars=True))
-        with torch.inference_mode(False), torch.no_grad():
-            for name, tensor in merger.merged_parameters().items():
-                parameters[name].copy_(tensor)
-        if hasattr(pl_module, "merged_tasks"):
-            setattr(pl_module, "merged_tasks", merger.tasks)  # noqa: B010  # any module may keep this list
-
-    def _log(self, trainer: L.Trainer, report: FoldReport) -> None:
+    def log_fold(self, trainer: L.Trainer, report: FoldReport) -> None:
+        """Log what a fold did, over the number of merged tasks."""
         scalars = {"merge/kept_fraction": report.kept_fraction, "merge/seconds": report.seconds}
         scalars["merge/task_norm"] = sum(row.task_norm**2 for row in report.layers) ** 0.5
         scalars["merge/update_norm"] = sum(row.update_norm**2 for row in report.layers) ** 0.5
@@ -225,20 +223,24 @@ class MergeCallback(L.Callback):
             for step, loss in enumerate(report.losses):
                 logger.log_metrics({f"recovery/{report.index:02d}_{report.task}": loss}, step=step)
 
-    def _require_merger(self) -> ContinualMerger:
+    def log_scores(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, scores: dict[str, float], controls: Sequence[str]
+    ) -> None:
+        """Log accuracies of the merged weights over the number of merged tasks, and tell other callbacks.
+
+        A callback with a method ``on_merge_scored(trainer, pl_module, scores)`` gets them.
+        """
+        kinds = dict.fromkeys(("ACC", "BWT", "Gen", "H"), "stream/{}")
+        kinds |= dict.fromkeys(self.tasks, "task/{}/acc") | dict.fromkeys(controls, "control/{}/acc")
+        for logger in trainer.loggers:
+            logger.log_metrics({kinds[n].format(n): value for n, value in scores.items()}, step=len(self.tasks))
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if hasattr(callback, "on_merge_scored"):
+                callback.on_merge_scored(trainer, pl_module, scores)
+
+    def require_merger(self) -> ContinualMerger:
+        """The merger, once ``setup`` has made it."""
         if self.merger is None:
             raise RuntimeError("the merge has not started: `setup` was not called for stage 'fit'.")
         return self.merger
-
-
-def _refuse_unsupported(trainer: L.Trainer) -> None:
-    name = type(trainer.strategy).__name__
-    if any(word in name for word in ("FSDP", "DeepSpeed", "ModelParallel")):
-        raise MisconfigurationException(
-            f"{name} splits each weight among processes, and a merge needs whole matrices; use a single device or DDP."
-        )
-    if str(trainer.precision) in ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16"):
-        raise MisconfigurationException(
-            f"precision '{trainer.precision}' keeps the merged weights in half precision, where small updates vanish; "
-            "use '32-true' or a '-mixed' precision."
-        )

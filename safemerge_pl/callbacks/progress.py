@@ -42,7 +42,7 @@ class StreamProgress(ProgressBar):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say what is coming."""
         merge = MergeCallback.of(trainer)
-        if merge is None:
+        if merge is None or merge.live is not None:
             return
         count, layers = len(merge.sources), 0 if merge.merger is None else len(merge.merger.layers)
         begun = f", {len(merge.tasks)} of them merged before" if merge.tasks else ""
@@ -64,7 +64,7 @@ class StreamProgress(ProgressBar):
             return
         if trainer.state.fn != TrainerFn.FITTING:
             self._print_scores(scores)
-        elif merge is not None and merge.tasks:
+        elif merge is not None and merge.live is None and merge.tasks:
             report = merge.reports[-1]
             own = f"acc {100 * scores[report.task]:5.1f}   " if report.task in scores else ""
             stream = "  ".join(f"{key} {100 * scores[key]:.1f}" for key in ("ACC", "Gen", "H", "BWT") if key in scores)

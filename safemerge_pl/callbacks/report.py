@@ -15,7 +15,6 @@ from safemerge_pl import report as reports
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.references import ReferenceRows
 from safemerge_pl.cli import config_folder
-from safemerge_pl.data import StreamDataModule
 from safemerge_pl.memory import peak_memory_mib
 from safemerge_pl.module import ContinualMergeModule
 
@@ -56,7 +55,17 @@ class StreamReport(L.Callback):
             return
         if not self._writes(trainer) or not isinstance(pl_module, ContinualMergeModule):
             return
-        fold, scores = merge.reports[-1], pl_module.last_scores
+        self._add(trainer, merge, pl_module.last_scores)
+
+    def on_merge_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, scores: dict[str, float]) -> None:
+        """Add the row of a merge in somebody's training loop, and bring every file up to date."""
+        merge = MergeCallback.of(trainer)
+        if merge is not None and self._writes(trainer):
+            self._add(trainer, merge, scores)
+            self._finish(trainer, self.content(trainer))
+
+    def _add(self, trainer: L.Trainer, merge: MergeCallback, scores: dict[str, float]) -> None:
+        fold, scoring = merge.reports[-1], None if merge.live is None else merge.live.scores.seconds
         columns: dict[str, Any] = {key: scores[key] for key in ("ACC", "BWT", "Gen", "H") if key in scores}
         row: dict[str, Any] = {
             "step": fold.index,
@@ -71,7 +80,7 @@ class StreamReport(L.Callback):
             "merged": fold.merged,
             "notes": list(fold.notes),
             "fold_seconds": fold.seconds,
-            "score_seconds": time.perf_counter() - self._scoring,
+            "score_seconds": time.perf_counter() - self._scoring if scoring is None else scoring,
         }
         self.steps = [*self.steps[: fold.index - 1], row]
         folder = run_folder(trainer, self.folder)
@@ -84,15 +93,10 @@ class StreamReport(L.Callback):
         """Finish the report."""
         if not self.steps or not self._writes(trainer):
             return
-        folder = run_folder(trainer, self.folder)
+        content = self.content(trainer)
+        folder = self._finish(trainer, content)
         if not trainer.is_global_zero:
             return
-        content = self.content(trainer)
-        reports.write_json(folder / "report.json", content)
-        reports.write_text(folder / "report.md", reports.markdown(content))
-        if self.figures:
-            reports.matrix_figure(content).savefig(folder / "matrix.png", dpi=120)
-            reports.stream_figure(content).savefig(folder / "stream.png", dpi=120)
         self._log_hparams(trainer, content)
         bar = trainer.progress_bar_callback
         if bar is not None:
@@ -101,17 +105,33 @@ class StreamReport(L.Callback):
             Console().print(reports.console_table(content))
             bar.print(f"report, figures and TensorBoard events: {folder}")
 
+    def _finish(self, trainer: L.Trainer, content: reports.Report) -> Path:
+        """Write everything; call it on all ranks."""
+        folder = run_folder(trainer, self.folder)
+        if not trainer.is_global_zero:
+            return folder
+        reports.write_json(folder / "report.json", content)
+        reports.write_text(folder / "report.md", reports.markdown(content))
+        if self.figures:
+            reports.matrix_figure(content).savefig(folder / "matrix.png", dpi=120)
+            reports.stream_figure(content).savefig(folder / "stream.png", dpi=120)
+        return folder
+
     def content(self, trainer: L.Trainer) -> reports.Report:
         """The report so far."""
-        data: StreamDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        data = trainer.datamodule  # type: ignore[attr-defined]
         merge = MergeCallback.of(trainer)
         assert merge is not None
+        if merge.live is not None:
+            tasks, controls, seed = merge.live.named(trainer), merge.live.scores.controls, None
+        else:
+            tasks, controls, seed = data.stream.names, data.controls, data.stream.order_seed
         references = next((c for c in trainer.callbacks if isinstance(c, ReferenceRows)), None)  # type: ignore[attr-defined]
         return {
             "format": 1,
-            "tasks": list(data.stream),
-            "controls": list(data.controls),
-            "order_seed": data.stream.order_seed,
+            "tasks": list(tasks),
+            "controls": list(controls),
+            "order_seed": seed,
             "method": {"name": merge.method.label, "settings": merge.method.settings()},
             "references": {} if references is None else references.rows,
             "steps": self.steps,

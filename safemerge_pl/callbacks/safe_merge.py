@@ -1,6 +1,9 @@
 """SAFE-Merge at each task boundary."""
 
+from typing_extensions import Unpack
+
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.masking import Keep
 from safemerge_pl.methods import SafeMerge
 from safemerge_pl.preflight import Mismatch
@@ -9,7 +12,7 @@ __all__ = ["SAFEMergeCallback"]
 
 
 class SAFEMergeCallback(MergeCallback):
-    r"""Fold one model an epoch by SAFE-Merge.
+    r"""Fold one model after another by SAFE-Merge: from checkpoints, or as a training loop makes them.
 
     Args:
         experts: see :class:`MergeCallback`.
@@ -30,10 +33,13 @@ class SAFEMergeCallback(MergeCallback):
         module_attr: see :class:`MergeCallback`.
         device: see :class:`MergeCallback`.
         on_mismatch: see :class:`MergeCallback`.
+        **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Example:
         >>> SAFEMergeCallback(keep_ratio=0.3).method.keep_ratio
         0.3
+        >>> SAFEMergeCallback(epochs_per_task=5, module_attr="encoder").live.epochs_per_task
+        5
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class SAFEMergeCallback(MergeCallback):
         module_attr: str | None = None,
         device: str = "auto",
         on_mismatch: Mismatch = "error",
+        **live: Unpack[LiveOptions],
     ) -> None:
         method = SafeMerge(
             keep_ratio=keep_ratio,
@@ -72,4 +79,4 @@ class SAFEMergeCallback(MergeCallback):
             use_recovery=use_recovery,
             seed=seed,
         )
-        super().__init__(method, experts, layers, module_attr, device, on_mismatch)
+        super().__init__(method, experts, layers, module_attr, device, on_mismatch, **live)

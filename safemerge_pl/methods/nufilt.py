@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from safemerge_pl.adam import Adam
 from safemerge_pl.linalg import right_singular_basis
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, require_numbers
 from safemerge_pl.recovery import initial_factors
@@ -66,44 +67,48 @@ class NUFILT(MergeMethod):
         old = right_singular_basis(stack.merged_vector, self.null_rank)
         new = right_singular_basis(tau, self.task_rank)
         filtered = tau - (tau @ old) @ old.mT
-        target = (tau - stack.merged_vector - filtered) @ new
+        target = torch.cat(
+            [(tau - stack.merged_vector - filtered) @ new, tau.new_zeros(*tau.shape[:2], old.shape[2])], dim=2
+        )
+        directions = torch.cat([new, old], dim=2)
         rank = min(self.recovery_rank, *tau.shape[1:])
         a = initial_factors(stack.layers, rank, tau.shape[2], seed=self.seed, index=stack.index).to(tau)
-        b = tau.new_zeros(tau.shape[0], tau.shape[2], rank)
         start = clock(tau.device)
-        optimizer = torch.optim.Adam([a, b], lr=self.lr)
-        losses = []
-        for _ in range(self.num_steps):
-            loss, a.grad, b.grad = nufilt_loss_and_gradients(tau, a, b, old, new, target)
+        factors = torch.stack([a, torch.zeros_like(a)])  # A and the transpose of B
+        adam, losses = Adam(factors, self.lr), []
+        for step in range(self.num_steps + 1):
+            loss, *gradients = nufilt_loss_and_gradients(tau, factors[0], factors[1].mT, directions, target)
             losses.append(loss)
-            optimizer.step()
-        losses.append(nufilt_loss_and_gradients(tau, a, b, old, new, target)[0])
+            if step < self.num_steps:
+                torch.stack([gradients[0], gradients[1].mT], out=adam.gradient)
+                adam.step()
+        a, b = factors[0], factors[1].mT
         seconds = clock(tau.device) - start
         merged = stack.merged + filtered + (tau @ b) @ a
         return StackResult(merged, losses=torch.stack(losses), solve_seconds=seconds)
 
 
 def nufilt_loss_and_gradients(
-    tau: Tensor, a: Tensor, b: Tensor, old: Tensor, new: Tensor, target: Tensor
+    tau: Tensor, a: Tensor, b: Tensor, directions: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Loss :math:`\|T - \tau BAV_n\|_F^2 + \|\tau BAV_o\|_F^2` of each layer and its gradients (METHODS 9.2).
 
-    The filter removes the old directions, so the second term needs the correction alone.
+    The filter removes the old directions, so the second term needs the correction alone, and both terms are one
+    residual :math:`E = \tau BA[V_n \mid V_o] - [T \mid 0]`.
 
     Args:
         tau: ``(L, d_out, d_in)``.
         a: ``(L, r, d_in)``.
         b: ``(L, d_in, r)``.
-        old: :math:`V_o`, ``(L, d_in, r_o)``.
-        new: :math:`V_n`, ``(L, d_in, r_n)``.
-        target: :math:`T = (\tau - \bar\tau - \tau P)V_n`, ``(L, d_out, r_n)``.
+        directions: :math:`[V_n \mid V_o]`, ``(L, d_in, r_n + r_o)``.
+        target: :math:`[(\tau - \bar\tau - \tau P)V_n \mid 0]`, ``(L, d_out, r_n + r_o)``.
 
     Returns:
         ``(L,)`` losses, gradient of ``a``, gradient of ``b``.
     """
-    left, a_new, a_old = tau @ b, a @ new, a @ old
-    miss, hit = left @ a_new - target, left @ a_old
-    loss = miss.square().sum((1, 2)) + hit.square().sum((1, 2))
-    grad_a = 2 * (left.mT @ miss @ new.mT + left.mT @ hit @ old.mT)
-    grad_b = 2 * (tau.mT @ (miss @ a_new.mT + hit @ a_old.mT))
+    left, right = tau @ b, a @ directions
+    residual = torch.baddbmm(target, left, right, beta=-1)
+    loss = residual.square().sum((1, 2))
+    grad_a = 2 * (left.mT @ residual) @ directions.mT
+    grad_b = 2 * tau.mT @ (residual @ right.mT)
     return loss, grad_a, grad_b

@@ -46,7 +46,9 @@ class TSVM(MergeMethod):
         tolerance = numerical_rank_tolerance(tuple(stack.pretrained.shape), stack.pretrained.dtype)
         largest = torch.cat([part[1][:, :1].expand(-1, half) for part in parts], dim=1)
         exists = (values > tolerance * largest)[:, None]
-        left, right = (polar_factor(torch.where(exists, side, 0.0))[1] for side in (left, right))
+        left, right = (
+            polar_factor(torch.where(exists, side, 0.0), precision=stack.pretrained.dtype)[1] for side in (left, right)
+        )
         merged = ((left * torch.where(exists, values[:, None], 0.0)) @ right.mT).to(stack.pretrained.dtype)
         return StackResult(stack.pretrained + self.scaling * merged)
 

@@ -6,9 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from safemerge_pl.adam import Adam
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, mean_rule, require_numbers
 
 __all__ = ["WUDIMerging", "wudi_loss_and_gradient"]
+
+_ROWS, _ENTRIES = 128, 2**16
+"""Rows solved together on a CPU: enough for a fast product, few enough to stay in cache from step to step."""
 
 
 @dataclass
@@ -44,42 +48,69 @@ class WUDIMerging(MergeMethod):
         """Solve one stack."""
         if stack.index == 1:
             return StackResult(stack.incoming.clone())
-        vectors = torch.stack([stack.merged_vector, stack.task_vector])  # (2, L, d_out, d_in)
-        sizes = vectors.square().sum((2, 3), keepdim=True)
-        weights = torch.where(sizes > 0, 1 / sizes, 0.0)  # an empty vector has no subspace to protect
-        grams = weights * (vectors.mT @ vectors)  # (2, L, d_in, d_in)
-        x = vectors.sum(0)
-        start = clock(x.device)
-        optimizer = torch.optim.Adam([x], lr=self.lr)
-        losses = []
+        old, new = stack.merged_vector, stack.task_vector
+        old_gram, new_gram = _gram(old), _gram(new)
+        cross, second = new @ old_gram, old @ new_gram
+        at_start = (cross * new).sum((1, 2)) + (second * old).sum((1, 2))
+        cross += second
+        gram = old_gram.add_(new_gram)
+        moved = torch.zeros_like(new)
+        rows = max(_ROWS, _ENTRIES // moved[:, 0].numel()) if moved.device.type == "cpu" else moved.shape[1]
+        start = clock(moved.device)
+        losses = torch.stack(  # the rows are independent of each other
+            [
+                self._solve(*part, gram)
+                for part in zip(torch.split(moved, rows, 1), torch.split(cross, rows, 1), strict=True)
+            ]
+        ).sum(0)
+        seconds = clock(moved.device) - start
+        return StackResult(stack.pretrained + (old + new).add_(moved), losses=losses + at_start, solve_seconds=seconds)
+
+    def _solve(self, moved: Tensor, cross: Tensor, gram: Tensor) -> Tensor:
+        """Find how far some rows have to move, written to ``moved``; their losses ``(K + 1, L)``."""
+        x, losses = torch.zeros_like(cross), []
+        adam = Adam(x, self.lr)
         for _ in range(self.num_steps):
-            loss, x.grad = wudi_loss_and_gradient(x, vectors, grams)
-            losses.append(loss)
-            optimizer.step()
-        losses.append(wudi_loss_and_gradient(x, vectors, grams)[0])
-        return StackResult(stack.pretrained + x, losses=torch.stack(losses), solve_seconds=clock(x.device) - start)
+            losses.append(wudi_loss_and_gradient(x, cross, gram, out=adam.gradient)[0])
+            adam.step()
+        losses.append(wudi_loss_and_gradient(x, cross, gram, out=adam.gradient)[0])
+        moved.copy_(x)
+        return torch.stack(losses)
 
     def fold_rest(self, stack: Stack) -> StackResult:
         """Average with what is there."""
         return mean_rule(stack)
 
 
-def wudi_loss_and_gradient(x: Tensor, vectors: Tensor, grams: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of each matrix and its gradient, without ever building a ``d_out x d_out`` product.
+def wudi_loss_and_gradient(
+    moved: Tensor, cross: Tensor, gram: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""Loss of each matrix and its gradient, without ever building a ``d_out x d_out`` product.
+
+    With :math:`X = \bar\tau + \tau + Y` and :math:`G_i = \tau_i^\top\tau_i / \|\tau_i\|^2` what one vector sees of
+    :math:`X - \tau_i` is the other vector and :math:`Y`, so the objective of METHODS 4 is
+    :math:`\langle Y(G_1 + G_2) + 2C,\, Y\rangle` and a constant, with :math:`C = \tau G_1 + \bar\tau G_2`.
 
     Args:
-        x: ``(L, d_out, d_in)``.
-        vectors: ``(n, L, d_out, d_in)``.
-        grams: their Gram matrices over their squared norms, ``(n, L, d_in, d_in)``.
+        moved: :math:`Y`, ``(L, rows, d_in)``.
+        cross: :math:`C`, the same rows of it.
+        gram: :math:`G_1 + G_2`, ``(L, d_in, d_in)``.
+        out: where to write the gradient.
 
     Returns:
-        ``(L,)`` and ``(L, d_out, d_in)``.
+        Loss above that of the start ``(L,)``, and gradient ``(L, rows, d_in)``.
 
     Example:
-        >>> one = torch.ones(1, 1, 1, 1)
-        >>> wudi_loss_and_gradient(3 * one[0], one, one)
-        (tensor([4.]), tensor([[[4.]]]))
+        >>> one = torch.ones(1, 1, 1)
+        >>> wudi_loss_and_gradient(3 * one, one, 2 * one)
+        (tensor([24.]), tensor([[[14.]]]))
     """
-    apart = x - vectors
-    product = apart @ grams
-    return (product * apart).sum((0, 2, 3)), 2 * product.sum(0)
+    half = torch.baddbmm(cross, moved, gram, out=out)
+    loss = ((half + cross) * moved).sum((1, 2))
+    return loss, half.mul_(2)
+
+
+def _gram(vectors: Tensor) -> Tensor:
+    """Gram matrices ``(L, d_in, d_in)`` over squared norms; zero for an empty vector, which protects nothing."""
+    size = vectors.square().sum((1, 2), keepdim=True)
+    return (vectors.mT @ vectors).mul_(torch.where(size > 0, 1 / size, 0.0))

@@ -1,0 +1,139 @@
+"""Fold checkpoints into the module, one at the start of each epoch."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from safemerge_pl.checkpoints import CheckpointError, Source
+from safemerge_pl.experts import find_experts
+from safemerge_pl.merger import ContinualMerger
+
+if TYPE_CHECKING:
+    from safemerge_pl.callbacks.merge import MergeCallback
+
+__all__ = ["FromFiles"]
+
+
+class FromFiles:
+    """What :class:`MergeCallback` does with checkpoints; its hooks call the methods of the same names.
+
+    Args:
+        owner: the callback.
+
+    Attributes:
+        sources: model of each task, in stream order.
+    """
+
+    def __init__(self, owner: "MergeCallback") -> None:
+        self.owner = owner
+        self.sources: dict[str, Source] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find the models, capture the pretrained weights and check everything that is going to be merged."""
+        self.sources = find_experts(self.owner.experts, self._stream(trainer))
+        if trainer.limit_train_batches == 0:
+            raise MisconfigurationException("`limit_train_batches` is 0: no epoch would run and nothing be merged.")
+        epochs = trainer.max_epochs
+        if epochs is not None and not 0 <= epochs <= len(self.sources):
+            raise MisconfigurationException(
+                f"`max_epochs` is {epochs} but the stream has {len(self.sources)} tasks, one an epoch; set it to "
+                f"{len(self.sources)}, or less to stop early."
+            )
+        if self.owner.merger is None:  # captured once: at a second fit the module holds merged weights
+            earlier: list[str] = getattr(pl_module, "merged_tasks", [])
+            if earlier:
+                raise MisconfigurationException(
+                    f"the module already holds a merge of {', '.join(earlier)}, so the pretrained weights are "
+                    "unknown; start from a fresh module and resume with `ckpt_path`."
+                )
+            target = self.owner.target(pl_module)
+            device = pl_module.device if self.owner.device == "auto" else self.owner.device
+            try:
+                self.owner.merger = ContinualMerger(
+                    target,
+                    self.owner.method,
+                    layers=self.owner.layers,
+                    device=device,
+                    on_mismatch=self.owner.on_mismatch,
+                )
+            except ValueError as error:
+                raise MisconfigurationException(f"the pretrained model cannot be merged into: {error}") from error
+        self._check_all()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule, restored: dict[str, Any] | None) -> None:
+        """Take up a restored position, now that module and checkpoint are in place."""
+        merger = self.owner.require_merger()
+        if restored is not None:
+            try:
+                merger.load_state_dict(restored, self.owner.target(pl_module))
+            except CheckpointError as error:
+                raise MisconfigurationException(f"this checkpoint cannot be resumed: {error}") from error
+        stream = list(self.sources)
+        if merger.tasks != stream[: len(merger.tasks)]:
+            raise MisconfigurationException(
+                f"the merged tasks are {', '.join(merger.tasks)}, but the stream starts with "
+                f"{', '.join(stream[: len(merger.tasks)])}; resume with the same order."
+            )
+        self._write(pl_module)
+
+    def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before an epoch or batch: fold what is due."""
+        merger, stream = self.owner.require_merger(), list(self.sources)
+        while len(merger.tasks) <= min(trainer.current_epoch, len(stream) - 1):
+            task = stream[len(merger.tasks)]
+            report = merger.fold(self.sources[task], task)
+            self._write(pl_module)
+            self.owner.log_fold(trainer, report)
+
+    def end_epoch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing: the next model comes with the next epoch."""
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing: the module that is scored keeps its own matrix."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say so if the run ended early."""
+        due = min(len(self.sources), trainer.max_epochs or len(self.sources))
+        if len(self.owner.tasks) < due and not trainer.fast_dev_run and not trainer.should_stop:  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                f"only {len(self.owner.tasks)} of {due} tasks were merged; was the run limited?"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, reports, settings and hashes; the merged weights are in the module's own state."""
+        return {} if self.owner.merger is None else self.owner.merger.state_dict()
+
+    def _stream(self, trainer: L.Trainer) -> Sequence[str]:
+        stream = getattr(getattr(trainer, "datamodule", None), "stream", None)
+        if stream is not None:
+            return list(stream)
+        if isinstance(self.owner.experts, Mapping):
+            return list(self.owner.experts)
+        raise MisconfigurationException(
+            "no order of tasks: use a StreamDataModule, or give `experts` as a mapping from task to model."
+        )
+
+    def _check_all(self) -> None:
+        merger, problems = self.owner.require_merger(), []
+        for task, source in self.sources.items():
+            if task in merger.tasks:
+                continue
+            try:
+                merger.check(source, task)
+            except CheckpointError as error:
+                problems.append(f"task '{task}': {error}")
+        if problems:
+            raise MisconfigurationException("\n".join(problems))
+
+    def _write(self, pl_module: L.LightningModule) -> None:
+        """Copy the merged weights into the module's own parameters, which keep their identity."""
+        merger = self.owner.require_merger()
+        parameters = dict(self.owner.target(pl_module).state_dict(keep_vars=True))
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in merger.merged_parameters().items():
+                parameters[name].copy_(tensor)
+        if hasattr(pl_module, "merged_tasks"):
+            setattr(pl_module, "merged_tasks", merger.tasks)  # noqa: B010  # any module may keep this list

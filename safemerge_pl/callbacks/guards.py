@@ -1,0 +1,151 @@
+"""What a merge cannot work with, each refused with its reason before anything starts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging, WeightAveraging
+
+from safemerge_pl.callbacks.options import LiveOptions
+
+__all__ = ["check_plan", "refuse_unsupported", "require_same", "require_untrained"]
+
+
+def refuse_unsupported(trainer: L.Trainer) -> None:
+    """Refuse strategies that split weights, half-precision weights, and callbacks that write weights of their own.
+
+    Raises:
+        MisconfigurationException: naming the option and the remedy.
+    """
+    name = type(trainer.strategy).__name__
+    if any(word in name for word in ("FSDP", "DeepSpeed", "ModelParallel")):
+        raise MisconfigurationException(
+            f"{name} splits each weight among processes, and a merge needs whole matrices; use a single device or DDP."
+        )
+    if str(trainer.precision) in ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16"):
+        raise MisconfigurationException(
+            f"precision '{trainer.precision}' keeps the merged weights in half precision, where small updates vanish; "
+            "use '32-true' or a '-mixed' precision."
+        )
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) or _is_average(callback):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} keeps an average of the weights over all tasks and writes it over the "
+                "merged ones; remove it, or average inside a task in your module."
+            )
+
+
+def _is_average(callback: L.Callback) -> bool:
+    """Third-party moving averages go by the name."""
+    return any(kind.__name__ in ("EMA", "EMACallback", "ModelEMA", "WeightEMA") for kind in type(callback).__mro__)
+
+
+def check_plan(trainer: L.Trainer, options: LiveOptions, left: int | None, begun: int) -> None:
+    """Refuse a training plan in which tasks and epochs do not fit together.
+
+    Args:
+        trainer: about to fit.
+        options: of the live merge.
+        left: named tasks that are still to come, ``None`` if they have no names.
+        begun: epochs of the task in progress that are over.
+
+    Raises:
+        MisconfigurationException: naming the option and the remedy.
+    """
+    boundary, each = options.get("boundary"), options.get("epochs_per_task")
+    if trainer.limit_train_batches == 0:
+        raise MisconfigurationException("`limit_train_batches` is 0: nothing would be trained and nothing merged.")
+    epochs, over = trainer.max_epochs, trainer.current_epoch
+    if epochs is not None and 0 <= epochs <= over:
+        raise MisconfigurationException(
+            f"this Trainer has run its {epochs} epochs, so `fit` would do nothing; make a new Trainer for each task, "
+            "or raise `trainer.fit_loop.max_epochs`."
+        )
+    if left is not None and left < 1:
+        raise MisconfigurationException("all named tasks are merged; name more `tasks`, or train without the callback.")
+    _check_early_stopping(trainer, boundary)
+    if isinstance(boundary, str) and boundary != "fit":
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not hasattr(data, boundary):
+            raise MisconfigurationException(
+                f"`boundary` '{boundary}' must be 'fit' or an attribute of the data module that tells the current "
+                f"task, and {type(data).__name__ if data is not None else 'no data module'} has none of that name."
+            )
+    if each is None or epochs is None or epochs < 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    coming = epochs - over + begun
+    if coming < each:
+        raise MisconfigurationException(
+            f"`max_epochs` is {epochs}: the run would end before its first task of {each} epochs is complete; raise "
+            "it, or lower `epochs_per_task`."
+        )
+    if coming % each:
+        raise MisconfigurationException(
+            f"`max_epochs` is {epochs}, which is no multiple of {each} epochs a task: the last {coming % each} epochs "
+            f"would never be merged; set it to {epochs - coming % each} or {epochs - coming % each + each}."
+        )
+    if left is not None and coming // each > left:
+        raise MisconfigurationException(
+            f"`max_epochs` is {epochs}, which is {coming // each} tasks of {each} epochs, but {left} are named and "
+            f"left to train; set it to {over - begun + each * left}, or name more `tasks`."
+        )
+    every = trainer.check_val_every_n_epoch
+    if "metric" in options and every and each % every:
+        raise MisconfigurationException(
+            f"`check_val_every_n_epoch` is {every}: there would be no validation at the end of every task of {each} "
+            "epochs, and `metric` would have no value; make it a divisor, or use `score`."
+        )
+
+
+def _check_early_stopping(trainer: L.Trainer, boundary: Any) -> None:
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for stopper in callbacks:
+        if not isinstance(stopper, EarlyStopping):
+            continue
+        if boundary != "fit":
+            raise MisconfigurationException(
+                "EarlyStopping ends the whole run, not the task, and compares tasks with each other; run one `fit` a "
+                "task with `boundary='fit'`."
+            )
+        if stopper.wait_count or torch.isfinite(stopper.best_score):
+            raise MisconfigurationException(
+                "EarlyStopping still remembers the best score of the task before; make a new one (and a new Trainer) "
+                "for each `fit`."
+            )
+
+
+def require_untrained(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    """Refuse to take weights for the pretrained ones that have been trained or merged already.
+
+    Raises:
+        MisconfigurationException: telling how to pass the pretrained weights.
+    """
+    earlier: list[str] = getattr(pl_module, "merged_tasks", [])
+    trained = f"it holds a merge of {', '.join(earlier)}" if earlier else ""
+    if not earlier and trainer.global_step:
+        trained = f"this Trainer has trained it for {trainer.global_step} steps"
+    if trained:
+        raise MisconfigurationException(
+            f"the module's weights are not the pretrained ones any more: {trained}. Use the same callback again, or "
+            "give the pretrained weights with `pretrained=` (folder, file or hub id)."
+        )
+
+
+def require_same(trainer: L.Trainer, task: str, hashes: Sequence[str]) -> None:
+    """See that all processes trained and merged the same weights.
+
+    Raises:
+        RuntimeError: on every process, if they did not.
+    """
+    if trainer.world_size < 2:
+        return
+    found: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(found, tuple(hashes))
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            f"task '{task}': the processes hold different weights after training, so they were not trained together; "
+            "use the strategy 'ddp' and change weights on all processes alike."
+        )

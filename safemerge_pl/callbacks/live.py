@@ -1,0 +1,238 @@
+"""The life of a merge inside somebody's training loop: when tasks end, what is folded, what is in the module when."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from safemerge_pl.callbacks.guards import check_plan, require_same, require_untrained
+from safemerge_pl.callbacks.options import LiveOptions
+from safemerge_pl.callbacks.scores import StreamScores
+from safemerge_pl.checkpoints import CheckpointError
+from safemerge_pl.folders import check_output
+from safemerge_pl.live import LiveMerger, require_choices
+from safemerge_pl.stream import TaskStream
+
+if TYPE_CHECKING:
+    from safemerge_pl.callbacks.merge import MergeCallback
+
+__all__ = ["Live"]
+
+
+class Live:
+    """What :class:`MergeCallback` does in a training loop; its hooks call the methods of the same names.
+
+    The task in progress is trained as if nothing were here. After its last batch (optimiser step included) it is
+    folded, so that this boundary's validation and checkpoints see the merged weights. Before the next batch the
+    pretrained weights return, with a fresh optimiser and scheduler.
+
+    Args:
+        owner: the callback.
+        options: see :class:`LiveOptions`.
+
+    Raises:
+        ValueError: if options contradict each other.
+    """
+
+    def __init__(self, owner: "MergeCallback", options: LiveOptions) -> None:
+        self.owner, self.options = owner, options
+        self.epochs_per_task, self.boundary = options.get("epochs_per_task"), options.get("boundary")
+        if (self.epochs_per_task is None) == (self.boundary is None):
+            raise ValueError(
+                f"`{next(iter(options))}` is about merging in a training loop, which needs either `epochs_per_task` "
+                "or `boundary`."
+            )
+        if self.epochs_per_task is not None and self.epochs_per_task < 1:
+            raise ValueError(f"`epochs_per_task` must be at least 1, got {self.epochs_per_task}.")
+        require_choices(options.get("restart_from", "pretrained"), options.get("rest", "pretrained"))
+        self.planned = list(TaskStream(options["tasks"])) if "tasks" in options else None
+        self.scores = StreamScores(options.get("metric"), options.get("score"), options.get("controls", ()))
+        if self.scores.metric is not None and isinstance(self.boundary, str):
+            raise ValueError(
+                f"with `boundary='{self.boundary}'` a task ends after its last validation, so `metric` never sees the "
+                "merged weights; use `score`."
+            )
+        self.merger: LiveMerger | None = None
+        self.epochs = 0  # finished epochs of the task in progress
+        self.closed = False  # the current epoch is counted
+        self.merged_in_place = False  # the module holds the merged weights, not those in training
+        self.unscored = False  # folded, but its validation is still to come
+        self.resumed = False  # and no task has begun since
+        self.current: str | None = None  # what the `boundary` attribute says
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Capture the pretrained weights; refuse a plan that cannot work."""
+        check_plan(trainer, self.options, self.tasks_left(trainer), self.epochs)
+        if "output" in self.options and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            check_output(Path(self.options["output"]))
+        target = self.owner.target(pl_module)
+        try:
+            if self.merger is not None:
+                self.merger.attach(target)
+                return
+            if "pretrained" not in self.options:
+                require_untrained(trainer, pl_module)
+            self.merger = self.owner.merger = LiveMerger(
+                target,
+                self.owner.method,
+                layers=self.owner.layers,
+                pretrained=self.options.get("pretrained"),
+                restart_from=self.options.get("restart_from", "pretrained"),
+                rest=self.options.get("rest", "pretrained"),
+            )
+        except ValueError as error:
+            raise MisconfigurationException(f"this module cannot be merged: {error}") from error
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule, restored: dict[str, Any] | None) -> None:
+        """Take up a restored position, and say once what is merged."""
+        merger = self._require_merger()
+        self.resumed = restored is not None
+        if restored is not None:
+            try:
+                merger.load_training_state(restored["live"])
+            except CheckpointError as error:
+                raise MisconfigurationException(f"this checkpoint cannot be resumed: {error}") from error
+            for key in ("epochs", "closed", "merged_in_place", "unscored", "current"):
+                setattr(self, key, restored[key])
+            self.scores.rows = list(restored["rows"])
+        others = len(merger.pretrained) - len(merger.merged_parameters())
+        fate = "put back at each boundary" if merger.rest == "pretrained" else "kept as trained"
+        rank_zero_info(
+            f"{self.owner.method.label}: {len(merger.merged_parameters())} parameters of "
+            f"`{self.owner.module_attr or type(pl_module).__name__}` are merged at each boundary, {others} others of "
+            f"it are {fate}; everything outside of it is left alone."
+        )
+
+    def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before an epoch or batch: see whether the data changed its task, and start the next one."""
+        self.closed = False
+        if isinstance(self.boundary, str) and self.boundary != "fit":
+            found = str(getattr(trainer.datamodule, self.boundary))  # type: ignore[attr-defined]
+            if self.current not in (None, found) and not self.merged_in_place:
+                self._fold(trainer, pl_module)
+            self.current = found
+        if not self.merged_in_place:
+            return
+        self._require_scored()
+        self.resumed = False
+        self._next_task(trainer)
+        self._require_merger().restart()
+        trainer.strategy.setup_optimizers(trainer)  # fresh optimiser state and schedules
+        self.merged_in_place = False
+
+    def end_epoch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """After the last batch of an epoch, once: fold if the task ends here."""
+        if self.closed:
+            return
+        self.closed = True
+        self.epochs += 1
+        due = self.epochs >= self.epochs_per_task if self.epochs_per_task is not None else False
+        if callable(self.boundary):
+            due = bool(trainer.strategy.broadcast(bool(self.boundary(trainer))))  # one answer for all processes
+        if due or (trainer.fast_dev_run and self.boundary != "fit"):  # type: ignore[attr-defined]
+            self._fold(trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Enter what the module logged, if it scored the merged weights."""
+        if self.unscored:
+            self.unscored = False
+            planned = self._planned(trainer) or [f"task{i + 1}" for i in range(len(trainer.num_val_batches))]
+            self._enter(trainer, pl_module, self.scores.read(trainer, planned))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Fold the last task where only the end of ``fit`` shows that it is complete; say what was not merged."""
+        if isinstance(self.boundary, str) and not self.merged_in_place:
+            self._fold(trainer, pl_module)
+        if not self.owner.tasks:
+            raise MisconfigurationException(
+                f"no task was merged: the run ended after {self.epochs} epochs and no boundary was reached; see "
+                "`epochs_per_task`, `boundary`, and what stopped the run."
+            )
+        self._require_scored()
+        if not self.merged_in_place:
+            rank_zero_warn(
+                f"the run ended inside a task, {self.epochs} epochs after '{self.owner.tasks[-1]}' was merged: the "
+                "module holds the weights in training; resume to finish the task, or call "
+                "`callback.merger.apply_merged()` for the merge of the finished ones."
+            )
+        if "output" in self.options and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            if trainer.is_global_zero:
+                self._require_merger().save(self.options["output"])
+            trainer.strategy.barrier()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The merged weights and the position in the loop; the module's own state holds the weights in training."""
+        if self.merger is None:
+            return {}
+        return {
+            "live": self.merger.training_state(),
+            "epochs": self.epochs,
+            "closed": self.closed,
+            "merged_in_place": self.merged_in_place,
+            "unscored": self.unscored,
+            "current": self.current,
+            "rows": list(self.scores.rows),
+        }
+
+    def _fold(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        merger, task = self._require_merger(), self._next_task(trainer)
+        source = f"trained until epoch {trainer.current_epoch}, step {trainer.global_step}"
+        report = merger.fold_trained(task, source)
+        require_same(trainer, task, (report.incoming, report.merged))
+        self.epochs, self.merged_in_place = 0, True
+        setattr(pl_module, "merged_tasks", merger.tasks)  # noqa: B010  # whoever captures it next must know
+        self.owner.log_fold(trainer, report)
+        rank_zero_info(f"merged '{task}' ({report.kept_fraction:.0%} of its task vector, {report.seconds:.1f} s)")
+        if self.scores.score is not None:
+            self._enter(trainer, pl_module, self.scores.call(trainer, pl_module))
+        self.unscored = self.scores.metric is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
+
+    def _enter(self, trainer: L.Trainer, pl_module: L.LightningModule, found: dict[str, Any]) -> None:
+        found = trainer.strategy.broadcast({name: float(value) for name, value in found.items()})
+        scores = self.scores.enter(found, self.owner.tasks, trainer.callback_metrics)
+        self.owner.log_scores(trainer, pl_module, scores, self.scores.controls)
+
+    def _require_scored(self) -> None:
+        if self.unscored and self.resumed:  # Lightning does not validate after a checkpoint taken at the last step
+            rank_zero_warn(
+                f"this checkpoint was taken between the merge of '{self.owner.tasks[-1]}' and its validation: its row "
+                "of the accuracy matrix is lost, and with it BWT."
+            )
+            self.unscored = False
+        if self.unscored:
+            raise MisconfigurationException(
+                f"no validation ran after '{self.owner.tasks[-1]}' was merged, so `metric` has no value; validate at "
+                "the end of every task (`check_val_every_n_epoch`, `val_check_interval`), or use `score`."
+            )
+
+    def tasks_left(self, trainer: L.Trainer) -> int | None:
+        """Named tasks that are not merged yet; ``None`` where no names are given."""
+        planned = self._planned(trainer)
+        return len(planned) - len(self.owner.tasks) if planned else None
+
+    def named(self, trainer: L.Trainer) -> list[str]:
+        """All tasks that have a name so far: those to come, too, where they are known."""
+        return self._planned(trainer) or self.owner.tasks
+
+    def _planned(self, trainer: L.Trainer) -> list[str]:
+        stream = getattr(getattr(trainer, "datamodule", None), "stream", None)
+        return list(self.planned or stream or ())
+
+    def _next_task(self, trainer: L.Trainer) -> str:
+        """Name of the task in training, or about to be."""
+        done, planned = len(self.owner.tasks), self._planned(trainer)
+        if self.current is not None:
+            return self.current
+        if planned and done >= len(planned):
+            raise MisconfigurationException(
+                f"all {done} tasks ({', '.join(planned)}) are merged, but the training goes on; end it there, or name "
+                "more `tasks`."
+            )
+        return planned[done] if planned else f"task{done + 1}"
+
+    def _require_merger(self) -> LiveMerger:
+        if self.merger is None:
+            raise RuntimeError("the merge has not started: `setup` was not called for stage 'fit'.")
+        return self.merger

@@ -1,0 +1,113 @@
+"""Accuracies of the merged weights at the boundaries of a training loop, and what they add up to."""
+
+import difflib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from safemerge_pl.metrics import AccuracyMatrix
+
+__all__ = ["Score", "StreamScores", "evaluating"]
+
+Score = Callable[[L.Trainer, L.LightningModule], Mapping[str, Any]]
+
+
+class StreamScores:
+    """The rows of the accuracy matrix so far.
+
+    Args:
+        metric: name under which the module logs its accuracy in validation: with ``{task}`` in it one name a task, else
+            one validation loader a task (and after them one a control set), in the order of the tasks.
+        score: function that measures accuracies by task, in the place of ``metric``.
+        controls: names of held-out sets in either.
+    """
+
+    def __init__(self, metric: str | None, score: Score | None, controls: Sequence[str]) -> None:
+        if metric is not None and score is not None:
+            raise ValueError("give `metric` or `score`, not both.")
+        if controls and metric is None and score is None:
+            raise ValueError("`controls` needs `metric` or `score`, which measure them.")
+        self.metric, self.score, self.controls = metric, score, tuple(controls)
+        self.rows: list[dict[str, float]] = []
+        self.seconds: float | None = None  # that `score` took last
+
+    def call(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        """What the user's function measures, without gradients and with the module in evaluation mode."""
+        assert self.score is not None
+        start = time.perf_counter()
+        with evaluating(pl_module), torch.no_grad():
+            found = dict(self.score(trainer, pl_module))
+        self.seconds = time.perf_counter() - start
+        return found
+
+    def read(self, trainer: L.Trainer, planned: Sequence[str]) -> dict[str, Any]:
+        """What the module logged in the validation that has just run."""
+        assert self.metric is not None
+        logged, loaders = trainer.callback_metrics, len(trainer.num_val_batches)
+        if "{task}" in self.metric:
+            return {n: logged[k] for n in (*planned, *self.controls) if (k := self.metric.format(task=n)) in logged}
+        tasks = loaders - len(self.controls)
+        if not 0 < tasks <= len(planned):
+            raise MisconfigurationException(
+                f"`metric` '{self.metric}' needs one validation loader a task and then one a control set: there are "
+                f"{loaders} loaders for {len(planned)} tasks and {len(self.controls)} control sets; name the tasks "
+                "with `tasks`, or use `score`."
+            )
+        names = (*planned[:tasks], *self.controls)
+        keys = [f"{self.metric}/dataloader_idx_{i}" for i in range(loaders)] if loaders > 1 else [self.metric]
+        return {name: logged[key] for name, key in zip(names, keys, strict=True) if key in logged}
+
+    def enter(self, found: Mapping[str, Any], merged: Sequence[str], logged: Mapping[str, Any]) -> dict[str, float]:
+        """Add the row after the latest merge.
+
+        Args:
+            found: accuracies as shares in [0, 1]; sets that are neither merged nor a control are passed over.
+            merged: tasks merged so far.
+            logged: everything that the module logged, for the message.
+
+        Returns:
+            The accuracies by set, and ACC, BWT, Gen. and H where they are defined.
+
+        Raises:
+            MisconfigurationException: if a merged task or a control set was not measured, or a value is no share.
+        """
+        wanted = (*merged, *self.controls)
+        missing = [name for name in wanted if name not in found]
+        if missing:
+            where = f"`metric` '{self.metric}' was not logged" if self.metric else "`score` returned nothing"
+            known = {name.partition("/dataloader_idx_")[0] for name in (logged if self.metric else found)}
+            near = difflib.get_close_matches(self.metric or missing[0], known, n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else "."
+            raise MisconfigurationException(f"{where} for '{missing[0]}'{hint}")
+        lost: list[dict[str, float]] = [{}] * (len(merged) - 1 - len(self.rows))
+        self.rows = [*self.rows[: len(merged) - 1], *lost, {name: float(found[name]) for name in wanted}]
+        return self.scores(merged)
+
+    def scores(self, merged: Sequence[str]) -> dict[str, float]:
+        """The latest row with ACC, BWT, Gen. and H."""
+        matrix = AccuracyMatrix(merged, self.controls)
+        for step, row in enumerate(self.rows, 1):
+            try:
+                matrix.update(step, row)
+            except ValueError as error:
+                raise MisconfigurationException(f"a score cannot enter the accuracy matrix: {error}") from error
+        values = {name: value.item() for name, value in matrix.compute().items() if not value.isnan()}
+        return {**self.rows[-1], **values}
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards each sub-module has its own mode again."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode

@@ -1,0 +1,251 @@
+"""Fold a module into a merge while it is being trained, task after task. Pure PyTorch."""
+
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from safemerge_pl.checkpoints import CheckpointError, Source, fingerprint, match_names, open_checkpoint
+from safemerge_pl.folders import OutputDtype
+from safemerge_pl.live_lora import adapter_deltas, adapter_names, plain_name
+from safemerge_pl.merger import ContinualMerger, FoldReport
+from safemerge_pl.methods.base import MergeMethod
+
+__all__ = ["LiveMerger", "Rest", "RestartFrom", "require_choices"]
+
+RestartFrom = Literal["pretrained", "merged"]
+Rest = Literal["pretrained", "keep"]
+
+
+class LiveMerger(ContinualMerger):
+    """A merge whose incoming models are trained in one module, one task after the other.
+
+    The module's weights when this is made are the pretrained ones. After each task :meth:`fold_trained` merges what was
+    trained and leaves the merged weights in the module, to be scored and saved; :meth:`restart` puts the pretrained
+    weights back for the next task (take a fresh optimiser then). All writing is in place: parameters keep their
+    identity. A module trained with LoRA adapters (peft) is folded as its dense equivalent, and the adapters start anew.
+
+    Args:
+        module: the module, or the part of it, that is merged; leave classification heads outside.
+        method: how to merge; SAFE-Merge with its defaults if left out.
+        layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
+        device: where the arithmetic runs; pretrained and merged weights are kept on the CPU.
+        pretrained: the pretrained weights, for a module that no longer holds them.
+        restart_from: what each task starts from. ``"pretrained"`` is the paper's setting; with ``"merged"`` a task
+            vector is what the task's own training changed.
+        rest: what becomes of the module's tensors that are not merged: ``"pretrained"`` puts them back at every
+            boundary, as in the paper; ``"keep"`` leaves them as trained last.
+
+    Raises:
+        CheckpointError: if the module cannot be merged, or holds adapters other than plain LoRA.
+
+    Example:
+        >>> from safemerge_pl import SafeMerge
+        >>> module = nn.Sequential(nn.Linear(2, 2, bias=False))
+        >>> base = module[0].weight.detach().clone()
+        >>> merger = LiveMerger(module, SafeMerge(keep_ratio=1.0, use_recovery=False), layers=["*weight"])
+        >>> for task in ("a", "b"):
+        ...     merger.restart()
+        ...     _ = module[0].weight.data.add_(0.5)  # training
+        ...     _ = merger.fold_trained(task)
+        >>> torch.allclose(module[0].weight, base + 1.0)
+        True
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        method: MergeMethod | None = None,
+        *,
+        layers: Sequence[str] | None = None,
+        device: str | torch.device = "cpu",
+        pretrained: Source | None = None,
+        restart_from: RestartFrom = "pretrained",
+        rest: Rest = "pretrained",
+    ) -> None:
+        require_choices(restart_from, rest)
+        self.module, self.restart_from, self.rest = module, restart_from, rest
+        self._origin = pretrained if isinstance(pretrained, (str, Path)) else None
+        adapters = adapter_names(module)
+        tensors = {name: tensor for name, tensor in self._tensors().items() if name not in adapters}
+        self._adapters = {name: self._tensors()[name].detach().cpu().clone() for name in sorted(adapters)}
+        if any(delta.any() for delta in adapter_deltas(module).values()):
+            raise CheckpointError(
+                "the LoRA adapters are not zero at the start: they are trained already, or not initialised to zero; "
+                "start from fresh adapters with `init_lora_weights=True`."
+            )
+        if pretrained is not None:
+            tensors |= _from_source(tensors, pretrained)
+        super().__init__(tensors, method, layers=layers, device=device)
+        if pretrained is None:
+            self.pretrained.source = f"the {type(module).__name__} before training"
+        normalised = [name for name, part in module.named_modules() if _has_statistics(part)]
+        if normalised:
+            fate = "are put back to the pretrained ones" if rest == "pretrained" else "stay those of the last task"
+            warnings.warn(
+                f"{len(normalised)} BatchNorm layers (first `{normalised[0]}`): running statistics are not merged and "
+                f"{fate}; if you have data, renew them with torch.optim.swa_utils.update_bn.",
+                stacklevel=2,
+            )
+
+    def fold_trained(self, task: str, source: str = "") -> FoldReport:
+        """Merge what the module holds now, and leave the merged weights in it.
+
+        Args:
+            task: its name, not used before.
+            source: where the weights came from, for the report.
+
+        Raises:
+            CheckpointError: if they cannot be merged (NaN after a diverged training); nothing has changed then.
+        """
+        incoming = open_checkpoint(self._trained())
+        incoming.source = source or f"the {type(self.module).__name__} in training"
+        report = super().fold(incoming, task)
+        self.apply_merged()
+        return report
+
+    def apply_merged(self) -> None:
+        """Put the merged weights into the module."""
+        self._write(self.merged_parameters())
+
+    def restart(self) -> None:
+        """Put the weights into the module that the next task starts from."""
+        if self.restart_from == "merged":
+            self.apply_merged()
+        else:
+            self._write({name: self.pretrained[name] for name in self._parameters()})
+
+    def attach(self, module: nn.Module) -> None:
+        """Go on with another module of the same architecture.
+
+        Raises:
+            CheckpointError: if its tensors have other names or shapes.
+        """
+        before, self.module = self.module, module
+        expected = {name: self.pretrained.shape(name) for name in self.pretrained}
+        expected |= {name: tuple(tensor.shape) for name, tensor in self._adapters.items()}
+        found = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
+        if found != expected:
+            self.module = before
+            odd = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+            raise CheckpointError(
+                f"the {type(module).__name__} is not the one that the merge began with: `{odd[0]}` has shape "
+                f"{found.get(odd[0], 'none')} now and {expected.get(odd[0], 'none')} then."
+            )
+
+    def training_state(self) -> dict[str, Any]:
+        """Everything needed to continue, as plain values and tensors; not the pretrained weights, only their hash."""
+        return {
+            "merger": self.state_dict(),
+            "merged": self.merged_parameters() if self.tasks else {},
+            "adapters": dict(self._adapters),
+            "rest": self._rest_hash(),
+            "settings": {"restart_from": self.restart_from, "rest": self.rest},
+        }
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of :meth:`training_state`.
+
+        Raises:
+            CheckpointError: if it belongs to another pretrained model, method or other settings.
+        """
+        mine = {"restart_from": self.restart_from, "rest": self.rest}
+        for key, value in state["settings"].items():
+            if mine[key] != value:
+                raise CheckpointError(f"the merge was made with {key}={value!r}, not {mine[key]!r}; use the same.")
+        self.load_state_dict(state["merger"], state["merged"] or {n: self.pretrained[n] for n in self._parameters()})
+        if state["rest"] != self._rest_hash():
+            raise CheckpointError(
+                "tensors that are not merged started from other values than now; begin from the same pretrained "
+                "weights (seed the module's construction, or keep what is random outside of what is merged)."
+            )
+        self._adapters = {name: tensor.clone() for name, tensor in state["adapters"].items()}
+
+    def save(self, folder: str | Path, *, template: Source | None = None, dtype: OutputDtype = "same") -> Path:
+        """Write a complete model folder, see :meth:`ContinualMerger.save`.
+
+        The other files come from ``template``, by default the ``pretrained`` that was given; without either, the
+        configuration of a transformers model is written beside the weights.
+        """
+        template = self._origin if template is None else template
+        config = getattr(self.module, "config", None)
+        if template is not None or not hasattr(config, "save_pretrained"):
+            return super().save(folder, template=template, dtype=dtype)
+        with tempfile.TemporaryDirectory() as files:
+            config.save_pretrained(files)  # type: ignore[union-attr]
+            self.pretrained.folder = Path(files)
+            try:
+                return super().save(folder, dtype=dtype)
+            finally:
+                self.pretrained.folder = None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The module's own tensors, by the names that they have without adapters around them."""
+        return {plain_name(name): tensor for name, tensor in self.module.state_dict(keep_vars=True).items()}
+
+    @torch.no_grad()
+    def _trained(self) -> dict[str, Tensor]:
+        """Copies on the CPU of what is merged, with adapters added."""
+        tensors, deltas = self._tensors(), adapter_deltas(self.module)
+        found = {name: tensors[name].detach().cpu() for name in self._parameters()}
+        found |= {name: found[name].float() + delta.float().cpu() for name, delta in deltas.items() if name in found}
+        lost = sorted(name for name, delta in deltas.items() if name not in found and delta.any())
+        if lost:
+            warnings.warn(
+                f"{len(lost)} trained LoRA adapters are on layers that are not merged, first `{lost[0]}`; their "
+                "training is lost. Choose `target_modules` among the merged layers, or name them with `layers`.",
+                stacklevel=3,
+            )
+        if self.restart_from == "merged" and self.tasks:
+            current = self.merged_parameters()
+            found = {name: self.pretrained[name].float() + (new.float() - current[name]) for name, new in found.items()}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+    def _write(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy weights into the module; all else by ``rest``, except for adapters, which always start anew."""
+        rest = dict(self._adapters)
+        if self.rest == "pretrained":
+            rest |= {name: self.pretrained[name] for name in self.pretrained}
+        tensors = self._tensors()
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in {**rest, **parameters}.items():
+                if name not in self._aliases:
+                    tensors[name].copy_(tensor)
+
+    def _rest_hash(self) -> str:
+        merged = {*self._parameters(), *self._aliases}
+        return fingerprint((name, self.pretrained[name]) for name in self.pretrained if name not in merged)
+
+
+def require_choices(restart_from: str = "pretrained", rest: str = "pretrained") -> None:
+    """Refuse an unknown policy.
+
+    Raises:
+        ValueError: naming the option and its values.
+    """
+    if restart_from not in get_args(RestartFrom):
+        raise ValueError(f"`restart_from` must be 'pretrained' or 'merged', got {restart_from!r}.")
+    if rest not in get_args(Rest):
+        raise ValueError(f"`rest` must be 'pretrained' or 'keep', got {rest!r}.")
+
+
+def _from_source(tensors: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
+    """Every floating-point tensor from a checkpoint, in the dtype that the module has it in."""
+    checkpoint = open_checkpoint(source)
+    names = match_names([name for name, tensor in tensors.items() if tensor.is_floating_point()], checkpoint)
+    for name, theirs in names.items():
+        if checkpoint.shape(theirs) != tuple(tensors[name].shape):
+            raise CheckpointError(
+                f"{checkpoint.source}: `{theirs}` has shape {checkpoint.shape(theirs)}, the module's `{name}` has "
+                f"{tuple(tensors[name].shape)}: is it the model that this module was made from?"
+            )
+    return {name: checkpoint[theirs].to(tensors[name].dtype) for name, theirs in names.items()}
+
+
+def _has_statistics(part: nn.Module) -> bool:
+    return isinstance(part, _BatchNorm) and part.track_running_stats

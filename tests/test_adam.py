@@ -1,0 +1,37 @@
+"""Our Adam is torch's, bit for bit."""
+
+import pytest
+import torch
+
+from safemerge_pl import adam as adam_module
+from safemerge_pl.adam import Adam
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("block", [7, 64, 1000])
+def test_steps_equal_those_of_torch(block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam_module, "_BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(3, 4, 10, generator=generator, dtype=dtype)
+    theirs, ours = start.clone(), start.clone()
+    optimizer, adam = torch.optim.Adam([theirs], lr=3e-3, foreach=False), Adam(ours, lr=3e-3)
+    for step in range(60):
+        gradient = 10.0 ** (step % 7 - 4) * torch.randn(start.shape, generator=generator, dtype=dtype)
+        gradient[0, 0] = 0
+        theirs.grad = gradient.clone()
+        optimizer.step()
+        adam.gradient.copy_(gradient)
+        adam.step()
+        assert torch.equal(ours, theirs)
+    assert torch.equal(ours[0, 0], start[0, 0])
+
+
+def test_a_view_that_cannot_be_flattened_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="view"):
+        Adam(torch.zeros(4, 6).T, lr=0.1)
+
+
+def test_an_empty_problem_has_nothing_to_do() -> None:
+    nothing = torch.zeros(0)
+    Adam(nothing, lr=0.1).step()
+    assert nothing.shape == (0,)
