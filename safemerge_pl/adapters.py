@@ -57,7 +57,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     """
     try:
         config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is no adapter configuration ({error}); fetch it again.") from error
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -263,6 +263,9 @@ class Adapter(Checkpoint):
         named = str(self.config.get("base_model_name_or_path") or "")
         if not named or base.folder is None or Path(named).expanduser().absolute() == base.folder.absolute():
             return []
+        revision, given = self.config.get("revision"), re.search(r"@([^@]+)$", base.source)
+        if revision and given and revision != given[1]:
+            return [f"the adapter was trained on revision {revision} of its base, and is put on `{base.source}` here"]
         ours = {_model_name(base.source), _model_name(str(base.folder)), _model_name(str(base.folder.resolve()))}
         if _model_name(named) in ours:
             return []
@@ -405,4 +408,5 @@ def _by_pattern(pattern: Mapping[str, int] | None, module: str, default: int) ->
 def _model_name(source: str) -> str:
     """The part of a path, cache path or hub id that names the model."""
     cached = re.search(r"models--[^/\\]*?--([^/\\]+)", source)
-    return (cached[1] if cached else re.split(r"[/\\]", source.rstrip("/\\"))[-1]).casefold()
+    name = cached[1] if cached else re.split(r"[/\\]", source.rstrip("/\\"))[-1]
+    return name.partition("@")[0].casefold()

@@ -55,7 +55,7 @@ def check_stream(
         return facts, [*problems, *str(error).splitlines()]
     for task, source in experts.items():
         try:
-            incoming = aligned(base, parameters, open_checkpoint(source), values=False)
+            incoming = aligned(base, parameters, open_checkpoint(source), values=False, on_mismatch=merge.on_mismatch)
             require_fit(base, parameters, incoming, values=False)
             facts += [f"task '{task}': {note}" for note in incoming.notes]
         except ValueError as error:

@@ -4,6 +4,7 @@ Shapes and dtypes come from headers, tensors are read one at a time, and no code
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from safemerge_pl.adapters import ADAPTER_CONFIG, Adapter, read_adapter_config
 from safemerge_pl.errors import CheckpointError
-from safemerge_pl.foreign import WEIGHT_ENDINGS, refuse_impostor
+from safemerge_pl.foreign import WEIGHT_ENDINGS, read_config, refuse_folder, refuse_impostor, refuse_packed
 from safemerge_pl.hub import download
+from safemerge_pl.layers import vision_only
 from safemerge_pl.lazy import Checkpoint, Memory, Safetensors, fingerprint
 from safemerge_pl.names import match_names
 from safemerge_pl.pickles import load_pickle, tensors_of
@@ -41,8 +43,8 @@ def open_checkpoint(source: Source, *, revision: str | None = None) -> Checkpoin
     Args:
         source: a mapping from name to tensor, an ``nn.Module``, the path of a ``.safetensors`` file, of a ``.bin``,
             ``.pt``, ``.pth`` or ``.ckpt`` file (read with ``weights_only=True``), of a folder that holds weights (one
-            file, or sharded with an index) or a PEFT LoRA adapter, or a hub id ``owner/name``. An existing path wins
-            over a hub id.
+            file, or sharded with an index) or a PEFT LoRA adapter, or a hub id ``owner/name`` or
+            ``owner/name@revision``. An existing path wins over a hub id.
         revision: branch, tag or commit, for a hub id.
 
     Raises:
@@ -55,6 +57,13 @@ def open_checkpoint(source: Source, *, revision: str | None = None) -> Checkpoin
     """
     if isinstance(source, Checkpoint):
         return source
+    opened = _open(source, revision)
+    if not isinstance(opened, Adapter):
+        refuse_packed(vision_only(opened), opened.source, read_config(opened.folder))
+    return opened
+
+
+def _open(source: Source, revision: str | None) -> Checkpoint:
     if isinstance(source, nn.Module):
         return Memory(source.state_dict(), f"a {type(source).__name__} in memory")
     if isinstance(source, Mapping):
@@ -76,10 +85,14 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
             )
         return _open_adapter(folder, source)
     if found:
-        return _open_file(folder / found[0], source, folder)
+        opened = _open_file(folder / found[0], source, folder)
+        if found[1:]:
+            opened.notes += (f"{folder} holds {found[0]}, which is read, and {' and '.join(found[1:])}, which is not",)
+        return opened
     loose = sorted(file.name for file in folder.glob("*.safetensors"))
     if len(loose) == 1:
         return _open_file(folder / loose[0], source, folder)
+    refuse_folder(folder)
     raise CheckpointError(f"{folder} holds no weights: expected one of {', '.join(_WEIGHT_FILES)}.")
 
 
@@ -105,6 +118,11 @@ def _open_file(path: Path, source: str, folder: Path | None) -> Checkpoint:
         absent = [name for name in entries if name not in opened]
         if absent:
             raise CheckpointError(f"{path} promises `{absent[0]}`, which is in no shard; fetch the checkpoint again.")
+        extra = [name for name in opened if name not in entries]
+        if extra:
+            opened.notes += (
+                f"the shards of {path} hold {len(extra)} tensors that it does not list, first `{extra[0]}`",
+            )
         return opened
     refuse_impostor(path)
     if path.suffix == ".safetensors":
@@ -120,11 +138,12 @@ def _read_index(index: Path) -> dict[str, str]:
         entries: dict[str, str] = json.loads(index.read_text())["weight_map"]
         names = sorted({Path(name).name for name in entries.values() if name})
         outside = [name for name in entries.values() if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a shard index ({error}); fetch it again.") from error
     if outside or not names:
         raise CheckpointError(f"{index} points outside its folder or nowhere: {(outside or [''])[0]!r}.")
-    missing = [name for name in names if not (index.parent / name).exists()]
+    present = set(os.listdir(index.parent))  # asking for a name that is no file name may itself fail
+    missing = [name for name in names if name not in present]
     if missing:
         raise CheckpointError(f"{index}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
     return entries

@@ -6,6 +6,7 @@ from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.folders import OutputDtype, check_output
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
+from safemerge_pl.preflight import Mismatch
 
 __all__ = ["fold_once"]
 
@@ -20,6 +21,7 @@ def fold_once(
     layers: list[str] | None = None,
     dtype: OutputDtype = "same",
     device: str = "cpu",
+    on_mismatch: Mismatch = "error",
 ) -> ContinualMerger:
     """Fold a fine-tuned model into yesterday's merge (or start one) and write the new merge as a model folder.
 
@@ -33,6 +35,7 @@ def fold_once(
         layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
         dtype: dtype of the written weights; float32 masters are kept beside in any case.
         device: where the arithmetic runs.
+        on_mismatch: "pretrained" also takes models of another image size or vocabulary, with the pretrained rows.
 
     Returns:
         The merger after the fold.
@@ -47,9 +50,11 @@ def fold_once(
             f"the output {output} holds an earlier merge: continue it with --merged {output}, or name a new folder."
         )
     if merged is None:
-        merger = ContinualMerger(pretrained, method, layers=layers, device=device)
+        merger = ContinualMerger(pretrained, method, layers=layers, device=device, on_mismatch=on_mismatch)
     else:
-        merger = ContinualMerger.load(merged, pretrained, method=method, layers=layers, device=device)
+        merger = ContinualMerger.load(
+            merged, pretrained, method=method, layers=layers, device=device, on_mismatch=on_mismatch
+        )
     merger.fold(open_checkpoint(incoming), task or Path(incoming).stem)
     merger.save(output, dtype=dtype)
     return merger

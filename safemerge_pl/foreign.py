@@ -1,26 +1,127 @@
 """What looks like a model and is none that can be merged: named, and refused with the remedy."""
 
+import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["WEIGHT_ENDINGS", "refuse_impostor"]
+__all__ = ["WEIGHT_ENDINGS", "read_config", "refuse_folder", "refuse_impostor", "refuse_packed"]
 
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
+_PLAIN = "give the model in float32, bfloat16 or float16"
+_BY_START = {
+    b"version https://git-lfs": "a git-lfs pointer of {size} bytes, not the weights; run `git lfs pull`",
+    b"GGUF": f"a quantised GGUF file; {_PLAIN}",
+    b"\x89HDF\r\n": "an HDF5 file (Keras, TensorFlow); load it with its library and save it as safetensors",
+    b"\x93NUMPY": "a NumPy array; save the model as safetensors",
+}
+_GATHER_DCP = (
+    "gather it first: `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`, or `accelerate merge-weights`"
+)
+_GATHER_ZERO = "gather it first with the `zero_to_fp32.py` that lies in the checkpoint's folder"
+_GATHER_MEGATRON = "convert it to a Hugging Face folder with the converter of its training framework"
+_FLAX = "load it with `from_pretrained(..., from_flax=True)` of a transformers 4 release and save it as safetensors"
+_TENSORFLOW = "load it with `from_pretrained(..., from_tf=True)` of a transformers 4 release and save it as safetensors"
+_RUNTIME = "a graph for inference; give the PyTorch model that it was exported from"
+
+_BY_NAME = (
+    (r".*zero_pp_rank_\d+_mp_rank_\d+_\w+_states\.pt|mp_rank_\d+_model_states\.pt", f"DeepSpeed ZeRO; {_GATHER_ZERO}"),
+    (r"model_optim_rng\.pt|distrib_optim\.pt", f"Megatron; {_GATHER_MEGATRON}"),
+    (r".*\.distcp|\.metadata", f"a distributed checkpoint (FSDP, DCP); {_GATHER_DCP}"),
+    (r".*\.gguf", f"a quantised GGUF file; {_PLAIN}"),
+    (r"flax_model(?:-\d+-of-\d+)?\.msgpack", f"Flax; {_FLAX}"),
+    (r"tf_model(?:-\d+-of-\d+)?\.h5|.*\.ckpt\.index|saved_model\.pb", f"TensorFlow; {_TENSORFLOW}"),
+    (r".*\.(?:onnx|tflite|engine|mlmodel)|openvino_model\.xml", _RUNTIME),
+    (r"consolidated\.\d+\.pth", "a model cut for tensor parallelism; convert it to a Hugging Face folder"),
+    (r".*\.pt2", "an exported program; save the module's state dict instead"),
+)
+
+_PACKED = {
+    r"qweight|qzeros|g_idx": "GPTQ or AWQ",
+    r"absmax|quant_map|nested_absmax|quant_state\.bitsandbytes__\w+|SCB": "bitsandbytes",
+    r"W_q": "HQQ",
+    r"weight_packed|weight_zero_point|weight_scale(?:_inv)?": "compressed-tensors or FP8",
+}
+"""Last parts of tensor names that only quantised models have."""
+
+_SPLIT = re.compile(r"(?:^|\.)(?:_?flat_param(?:_\d+)?)$")
+_UNMERGED = re.compile(r"\.(?:lora_(?:A|B|down|up)|lora_embedding_[AB])(?:\.|$)|^lora_(?:unet|te)\w*\.")
+
 
 def refuse_impostor(path: Path) -> None:
-    """Name what is not a weight file at all but has the name of one."""
+    """Name what is not a weight file at all but has the name of one, or is one of another framework.
+
+    Raises:
+        CheckpointError: with what it is, and the remedy.
+    """
     if path.is_symlink() and not path.exists():
         raise CheckpointError(f"{path} is a link to a file that is gone; fetch it again.")
+    for pattern, what in _BY_NAME:
+        if re.fullmatch(pattern, path.name):
+            raise CheckpointError(f"{path} is {what}.")
     size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(64)
-    if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path} is a git-lfs pointer of {size} bytes, not the weights; run `git lfs pull`.")
-    if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
-        raise CheckpointError(f"{path} is a web page of {size} bytes, not the weights; fetch it again.")
-    if start.startswith(b"GGUF"):
-        raise CheckpointError(f"{path} is a quantised GGUF file; give the model in float32, bfloat16 or float16.")
     if not size:
         raise CheckpointError(f"{path} is empty; fetch it again.")
+    with path.open("rb") as file:
+        start = file.read(64)
+    for magic, what in _BY_START.items():
+        if start.startswith(magic):
+            raise CheckpointError(f"{path} is {what.format(size=size)}.")
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        raise CheckpointError(f"{path} is a web page of {size} bytes, not the weights; fetch it again.")
+
+
+def refuse_folder(folder: Path) -> None:
+    """Name what a folder without readable weights holds instead, if that is known.
+
+    Raises:
+        CheckpointError: with what it is, and the remedy.
+    """
+    if (folder / "model_index.json").exists():
+        parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        raise CheckpointError(
+            f"{folder} is a diffusers pipeline of several models; give the folder of one ({', '.join(parts)})."
+        )
+    for pattern, what in _BY_NAME:
+        for depth in ("*", "*/*", "*/*/*"):
+            for path in sorted(folder.glob(depth)):
+                if re.fullmatch(pattern, path.name):
+                    raise CheckpointError(f"{folder} holds {path.relative_to(folder)}, {what}.")
+
+
+def refuse_packed(names: Iterable[str], source: str, config: dict[str, Any]) -> None:
+    """Refuse tensors that are quantised, cut into shards, or factors of an adapter, by their names.
+
+    Args:
+        names: of the tensors that may be merged.
+        source: for the message.
+        config: of the folder, which may name the quantiser.
+
+    Raises:
+        CheckpointError: naming the format and a tensor.
+    """
+    for name in names:
+        for pattern, kind in _PACKED.items():
+            if re.search(rf"(?:^|\.)(?:{pattern})$", name):
+                method = (config.get("quantization_config") or {}).get("quant_method", kind)
+                raise CheckpointError(f"{source}: `{name}` is a part of a quantised weight ({method}); {_PLAIN}.")
+        if _SPLIT.search(name):
+            raise CheckpointError(f"{source}: `{name}` is a slice of an FSDP model; save its full state dict.")
+        if _UNMERGED.search(name):
+            raise CheckpointError(
+                f"{source}: `{name}` is a factor of an adapter that was saved without its settings; merge it into its "
+                "base model (merge_and_unload), or give the folder that peft saved."
+            )
+
+
+def read_config(folder: Path | None) -> dict[str, Any]:
+    """``config.json`` of a model folder; empty where there is none or it is damaged."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}

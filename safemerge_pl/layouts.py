@@ -47,44 +47,46 @@ _REST = [
 ]
 
 
-def relaid(wanted: Mapping[str, Sequence[int]], incoming: Checkpoint) -> Checkpoint | None:
+def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) -> Checkpoint | None:
     """An incoming model of another library (open_clip for transformers, ...) under the pretrained model's names.
 
     Args:
-        wanted: name and shape of the pretrained model's tensors.
+        pretrained: the model whose names are wanted.
+        wanted: those of its tensors that are needed.
         incoming: a checkpoint in which :func:`match_names` does not find them.
 
     Returns:
-        The wanted tensors, each assembled when it is asked for; ``None`` if the incoming model is not the same
-        architecture in another layout.
+        The wanted tensors and whatever else is known, each assembled when it is asked for; ``None`` if the incoming
+        model is not the same architecture in another layout.
 
     Raises:
         CheckpointError: if it is, but a wanted tensor has no known counterpart.
 
     Example:
         >>> from safemerge_pl.lazy import Memory
-        >>> part = "resblocks.0.attn.in_proj_weight"
-        >>> incoming = Memory({part: torch.arange(6.0)[:, None], "resblocks.0.mlp.c_fc.bias": torch.ones(2)}, "a file")
-        >>> relaid({"encoder.layers.0.self_attn.k_proj.weight": (2, 1)}, incoming)[
-        ...     "encoder.layers.0.self_attn.k_proj.weight"
-        ... ].tolist()
+        >>> key = "encoder.layers.0.self_attn.k_proj.weight"
+        >>> incoming = Memory({"resblocks.0.attn.in_proj_weight": torch.arange(6.0)[:, None]}, "a file")
+        >>> relaid(Memory({key: torch.ones(2, 1)}, "a folder"), [key], incoming)[key].tolist()
         [[2.0], [3.0]]
     """
     theirs = layer_index(incoming)
     locals_ = {_local(name) for name in incoming}
-    parts = {name: _parts(name, tuple(shape)) for name, shape in wanted.items()}
+    parts = {name: _parts(name, pretrained.shape(name)) for name in vision_only(pretrained)}
     blocks = [name for name in wanted if _BLOCK.search(name) and parts[name]]
     if not blocks or any(_local(name) in locals_ for name in blocks):
         return None
     if any(part.name not in theirs for name in blocks for part in parts[name]):
         return None
-    unknown = [name for name in wanted if not parts[name] or any(part.name not in theirs for part in parts[name])]
+    known = {name for name in parts if parts[name] and all(part.name in theirs for part in parts[name])}
+    unknown = [name for name in wanted if name not in known]
     if unknown:
         raise CheckpointError(
             f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "
             f"of {len(wanted)} tensors, first `{unknown[0]}`; convert it to the pretrained model's layout."
         )
-    return _Relaid(incoming, {name: [(part, theirs[part.name]) for part in parts[name]] for name in wanted})
+    return _Relaid(
+        incoming, {name: [(part, theirs[part.name]) for part in parts[name]] for name in parts if name in known}
+    )
 
 
 def layer_index(checkpoint: Checkpoint) -> dict[str, MergeLayer]:

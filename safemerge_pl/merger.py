@@ -34,7 +34,15 @@ from safemerge_pl.layers import (
 )
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.methods.safe_merge import SafeMerge
-from safemerge_pl.preflight import aligned, require_dtype, require_finite, require_fit, require_values
+from safemerge_pl.preflight import (
+    Mismatch,
+    aligned,
+    is_floating,
+    require_dtype,
+    require_finite,
+    require_fit,
+    require_values,
+)
 from safemerge_pl.sharing import Processes
 from safemerge_pl.store import DiskTensors, LazyTensors
 
@@ -53,6 +61,8 @@ class ContinualMerger:
         device: where the arithmetic runs; results stay on the CPU.
         workspace: folder where merged weights wait between two folds instead of in memory, for models that do not fit;
             an earlier merge is read from its own folder then. Files in it are removed when they are replaced.
+        on_mismatch: ``"pretrained"`` also takes models of another image size or vocabulary, and keeps the pretrained
+            rows of their position tables and embeddings; ``"error"`` refuses them.
 
     Raises:
         CheckpointError: if ``pretrained`` cannot be read or holds NaN or Inf in a layer to merge.
@@ -75,8 +85,10 @@ class ContinualMerger:
         layers: Sequence[str] | None = None,
         device: str | torch.device = "cpu",
         workspace: str | Path | None = None,
+        on_mismatch: Mismatch = "error",
     ) -> None:
         self.workspace = None if workspace is None else Path(workspace)
+        self.on_mismatch: Mismatch = on_mismatch
         self.method = SafeMerge() if method is None else method
         self.pretrained = _snapshot(pretrained)
         self._aliases = _tied(self.pretrained)
@@ -175,14 +187,19 @@ class ContinualMerger:
         Raises:
             CheckpointError: if it does not fit.
         """
+        checkpoint = self._aligned(incoming, task, values=values)
+        return require_fit(self.pretrained, self._parameters(), checkpoint, values=values), checkpoint
+
+    def _aligned(self, incoming: Source, task: str, *, values: bool) -> Checkpoint:
         if task.casefold() in (name.casefold() for name in self.tasks):
             raise CheckpointError(f"a task of the name '{task}' is already merged; give another name.")
-        checkpoint = aligned(self.pretrained, self._parameters(), open_checkpoint(incoming))
-        return require_fit(self.pretrained, self._parameters(), checkpoint, values=values), checkpoint
+        opened, parameters = open_checkpoint(incoming), self._parameters()
+        return aligned(self.pretrained, parameters, opened, values=values, on_mismatch=self.on_mismatch)
 
     def _sound_incoming(self, incoming: Source, task: str) -> tuple[dict[str, str], Checkpoint, str]:
         """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
-        names, checkpoint = self.check(incoming, task, values=False)
+        checkpoint = self._aligned(incoming, task, values=True)
+        names = require_fit(self.pretrained, self._parameters(), checkpoint, values=False)
         return names, checkpoint, self._hash(lambda name: _sound(checkpoint, names[name]))
 
     def save(self, folder: str | Path, *, template: Source | None = None, dtype: folders.OutputDtype = "same") -> Path:
@@ -225,14 +242,7 @@ class ContinualMerger:
 
     @classmethod
     def load(
-        cls,
-        folder: str | Path,
-        pretrained: Source,
-        *,
-        method: MergeMethod | None = None,
-        layers: Sequence[str] | None = None,
-        device: str | torch.device = "cpu",
-        workspace: str | Path | None = None,
+        cls, folder: str | Path, pretrained: Source, *, method: MergeMethod | None = None, **options: Any
     ) -> "ContinualMerger":
         """Continue a saved merge, bit-identical to not having stopped.
 
@@ -240,17 +250,13 @@ class ContinualMerger:
             folder: written by :meth:`save`.
             pretrained: the same pretrained model as then.
             method: the same method as then; rebuilt from the saved settings if left out.
-            layers: as for the constructor, the same as then.
-            device: as for the constructor.
-            workspace: as for the constructor.
+            options: others of the constructor; ``layers`` the same as then.
 
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
         state = folders.read_state(Path(folder))
-        merger = cls(
-            pretrained, method or _rebuild_method(state["method"]), layers=layers, device=device, workspace=workspace
-        )
+        merger = cls(pretrained, method or _rebuild_method(state["method"]), **options)
         merger.load_state_dict(state, open_checkpoint(Path(folder) / MASTER_FILE))
         return merger
 
@@ -473,7 +479,7 @@ class ContinualMerger:
         return Stack(key, len(self.reports) + 1, theta_0, merged_so_far, theta_t, self._caches.setdefault(key, {}))
 
     def _notes(self, checkpoint: Checkpoint, rows: list[LayerReport], hashed: str) -> Iterator[str]:
-        yield from checkpoint.notes
+        yield from checkpoint.notes if self.reports else (*self.pretrained.notes, *checkpoint.notes)
         if not any(row.task_norm for row in rows):
             yield "its merged layers equal the pretrained model's: nothing was added"
         for earlier in self.reports:
@@ -515,14 +521,7 @@ def _mergeable(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> dict[str, 
     """
     shapes = {name: shape for name, shape in checkpoint.shapes().items() if name not in aliases}
     known = set(known_layers(shapes))
-    return {name: shape for name, shape in shapes.items() if name in known or _is_floating(checkpoint, name)}
-
-
-def _is_floating(checkpoint: Checkpoint, name: str) -> bool:
-    try:
-        return checkpoint.dtype(name).is_floating_point
-    except CheckpointError:  # an 8-bit format
-        return False
+    return {name: shape for name, shape in shapes.items() if name in known or is_floating(checkpoint, name)}
 
 
 def _tied(checkpoint: Checkpoint) -> dict[str, str]:

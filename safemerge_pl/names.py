@@ -95,8 +95,8 @@ def names_alike(matched: Mapping[str, str], others: Iterable[str], checkpoint: C
 
 
 def _unwrapped(name: str) -> str:
-    """A name without the marks that torch.compile and DistributedDataParallel leave."""
-    return re.sub(r"(?:^|(?<=\.))(?:_orig_mod|module)\.", "", name)
+    """A name without the marks that torch.compile, DDP, FSDP and activation checkpointing leave."""
+    return re.sub(r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
 
 
 _TOWERS = {"vision_model", "visual", "image_encoder", "model", "backbone", "base_model", "transformer"}

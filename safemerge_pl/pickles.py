@@ -42,19 +42,30 @@ def _zip_entries(path: Path) -> list[str]:
 
 
 def tensors_of(content: Any, source: str) -> dict[str, Tensor]:
-    """The tensors of a state dict, or of the ``state_dict`` or ``model`` inside a training checkpoint."""
-    if isinstance(content, Mapping):
-        inner = [str(key) for key, value in content.items() if isinstance(value, Mapping) and _is_model(str(key))]
-        if len(inner) > 1:
-            raise CheckpointError(
-                f"{source} holds several models ({', '.join(inner)}); save the one to merge as a state dict of its own."
-            )
-        if inner:
-            return tensors_of(content[inner[0]], source)
-        tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
-        if tensors:
-            return tensors
-    raise CheckpointError(f"{source} holds no tensors by name: expected a state dict.")
+    """The tensors of a state dict, or of the one model inside a training checkpoint.
+
+    Raises:
+        CheckpointError: if there is none, or more than one (raw and averaged weights, student and teacher).
+    """
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{source} holds no tensors by name: expected a state dict.")
+    models = [str(key) for key, value in content.items() if isinstance(value, Mapping) and _is_model(str(key))]
+    tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    if not models and not tensors:
+        models = [
+            str(key)
+            for key, value in content.items()
+            if isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
+        ]
+    if len(models) > 1:
+        raise CheckpointError(
+            f"{source} holds several models ({', '.join(models)}); save the one to merge as a state dict of its own."
+        )
+    if models:
+        return tensors_of(content[models[0]], source)
+    if not tensors:
+        raise CheckpointError(f"{source} holds no tensors by name: expected a state dict.")
+    return tensors
 
 
 def _is_model(key: str) -> bool:

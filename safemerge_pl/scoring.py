@@ -156,7 +156,8 @@ def expert_weights(tower: nn.Module, source: Source, pretrained: Source | None =
         if value.is_floating_point():
             groups.setdefault((value.data_ptr(), tuple(value.shape)), []).append(name)
     base = open_checkpoint(tower if pretrained is None else pretrained)
-    checkpoint = aligned(base, [group[0] for group in groups.values()], open_checkpoint(source))
+    wanted = [group[0] for group in groups.values()]
+    checkpoint = aligned(base, wanted, open_checkpoint(source), on_mismatch="pretrained")  # refused before, if at all
     tied = [group for group in groups.values() if len(group) > 1]
     present = {group[0]: [name for name in group if _holds(checkpoint, name)] for group in tied}
     for first, second in ((found[0], other) for found in present.values() for other in found[1:]):

@@ -24,6 +24,7 @@ from tiny import Tensors
 from torch import Tensor, nn
 
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, fingerprint, match_names, open_checkpoint
+from safemerge_pl.merger import ContinualMerger
 
 
 def weights() -> Tensors:
@@ -543,67 +544,6 @@ def test_a_missing_file_with_the_ending_of_weights_is_no_hub_id(source: str, mon
         open_checkpoint(source)
 
 
-def fake_cache(root: Path, commits: dict[str, Tensors]) -> Path:
-    """A hub cache with one repository; its last commit is the branch main."""
-    repository = root / "models--owner--name"
-    (repository / "refs").mkdir(parents=True)
-    for commit, tensors in commits.items():
-        (repository / "refs" / "main").write_text(commit)
-        tiny.folder_of(repository / "snapshots" / commit, tensors, config={})
-    return repository
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return tmp_path
-
-
-def test_a_hub_id_is_read_from_the_cache_when_offline(cache: Path) -> None:
-    """N1: by branch name; N4: one revision for all files."""
-    old, new = "1" * 40, "2" * 40
-    repository = fake_cache(cache, {old: {"x": torch.zeros(1)}, new: {"x": torch.ones(1)}})
-    latest = open_checkpoint("owner/name")
-    assert latest["x"].item() == 1
-    assert latest.folder == repository / "snapshots" / new
-    assert latest.source == "owner/name"
-    assert open_checkpoint("owner/name", revision=old)["x"].item() == 0
-
-
-def test_an_incomplete_snapshot_is_refused_with_the_file_it_lacks(cache: Path) -> None:
-    """N2: the blob behind the link is gone."""
-    repository = fake_cache(cache, {"1" * 40: {"x": torch.zeros(1)}})
-    file = repository / "snapshots" / ("1" * 40) / "model.safetensors"
-    file.unlink()
-    file.symlink_to(repository / "blobs" / "gone")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        open_checkpoint("owner/name")
-
-
-def test_a_hub_id_that_is_not_cached_is_refused_offline(cache: Path) -> None:
-    """L2: names the id and the way out, in one line."""
-    with pytest.raises(CheckpointError, match=r"^owner/other is neither.*give a local folder\.$") as caught:
-        open_checkpoint("owner/other")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_gated_repository_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N3: no wall of text, and no token."""
-    from huggingface_hub.errors import GatedRepoError
-
-    def gated(*args: object, **kwargs: object) -> None:
-        request = types.SimpleNamespace(headers={"authorization": "Bearer hf_secret"})
-        response: Any = types.SimpleNamespace(headers={}, request=request)
-        raise GatedRepoError("401 Client Error.\n\nAccess to this model is restricted.", response=response)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", gated)
-    with pytest.raises(CheckpointError, match=r"owner/name.*401") as caught:
-        open_checkpoint("owner/name")
-    assert "hf_secret" not in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_folder_without_weights_says_what_it_expected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"holds no weights: expected one of .*model\.safetensors"):
@@ -626,9 +566,9 @@ def test_an_adapter_is_refused_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(b"onnx")
-    with pytest.raises(CheckpointError, match=r"model\.onnx is not a checkpoint: expected \.safetensors"):
-        open_checkpoint(tmp_path / "model.onnx")
+    (tmp_path / "model.zip").write_bytes(b"zip")
+    with pytest.raises(CheckpointError, match=r"model\.zip is not a checkpoint: expected \.safetensors"):
+        open_checkpoint(tmp_path / "model.zip")
 
 
 def test_a_gguf_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -874,6 +814,130 @@ def test_a_deeply_nested_header_is_refused(opening: bytes, tmp_path: Path) -> No
     header = opening * 100_000
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     assert outcome(tmp_path / "model.safetensors") is None
+
+
+def mutated_index(content: str, rng: random.Random) -> bytes:
+    """Damage to a text that is mostly still JSON: names, quotes, nesting, encodings."""
+    data = bytearray(content.encode())
+    for _ in range(rng.randint(1, 3)):
+        spot = rng.randrange(len(data))
+        kind = rng.randrange(5)
+        if kind == 0:
+            data[spot] = rng.randrange(256)
+        elif kind == 1:
+            del data[spot : spot + rng.randint(1, 12)]
+        elif kind == 2:
+            extras = [
+                b"[" * 20_000,
+                b"\\u0000",
+                b"\\ud800",
+                b"../",
+                b"/",
+                b"a" * 300,
+                b"null",
+                b"{}",
+                b"\xff",
+                b"1",
+                b'"',
+            ]
+            data[spot:spot] = rng.choice(extras)
+        elif kind == 3:
+            start = rng.randrange(len(data))
+            data[spot:spot] = data[start : start + rng.randint(1, 40)]
+        else:
+            names = [match.start() for match in re.finditer(b"-of-", bytes(data))]
+            data[rng.choice(names) - 1 if names else 0] = rng.randrange(48, 58)
+    return bytes(data)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_damaged_index_is_refused_or_read_right(kind: str, tmp_path: Path) -> None:
+    """C1, C2: ``CheckpointError``, or tensors that are all there; never another error."""
+    folder = as_shards(weights(), tmp_path) if kind == "safetensors" else as_bin_shards(weights(), tmp_path)
+    index = next(folder.glob("*.index.json"))
+    content, rng = index.read_text(), random.Random(0)
+    right = bits(weights())
+    wrong, refused = [], 0
+    for trial in range(300):
+        index.write_bytes(mutated_index(content, rng))
+        try:
+            found = outcome(folder)
+        except Exception as error:
+            wrong.append(f"{trial}: {type(error).__name__}: {str(error)[:80]}")
+            continue
+        refused += found is None
+        if found is not None and not bits(found).items() <= right.items():
+            wrong.append(f"{trial}: read other values")
+    assert not wrong, f"{len(wrong)} of 300: " + "; ".join(wrong[:5])
+    assert 100 < refused < 300
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "adapter_config.json", "config.json"])
+def test_deeply_nested_json_is_no_crash(name: str, opening: str, tmp_path: Path) -> None:
+    folder = tiny.folder_of(tmp_path / "model", weights())
+    (folder / name).write_text(opening * 100_000)
+    assert (outcome(folder) is None) == (name != "config.json")
+
+
+class Counted:
+    """``safe_open`` with a tally of the files opened and the tensors read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import safetensors
+
+        real = safetensors.safe_open
+        self.opened: list[str] = []
+        self.read: list[str] = []
+        tally = self
+
+        class Handle:
+            def __init__(self, path: Path, **settings: Any) -> None:
+                tally.opened.append(Path(path).name)
+                self.inner = real(path, **settings)
+
+            def __enter__(self) -> "Handle":
+                self.inner.__enter__()
+                return self
+
+            def __exit__(self, *exception: Any) -> None:
+                self.inner.__exit__(*exception)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.inner, name)
+
+            def get_tensor(self, name: str) -> Tensor:
+                tally.read.append(name)
+                tensor: Tensor = self.inner.get_tensor(name)
+                return tensor
+
+        monkeypatch.setattr(safetensors, "safe_open", Handle)
+
+
+def test_a_hundred_shards_are_checked_by_their_headers_and_folded_by_what_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M1, N2: each header is read once; a fold reads no tensor that it does not merge."""
+    tensors = tiny.tower(layers=8)
+    folders = []
+    for side, content in (("base", tensors), ("expert", tiny.tuned(tensors, 1))):
+        folder = tmp_path / side
+        folder.mkdir()
+        where = {name: f"model-{i:05}-of-00100.safetensors" for i, name in enumerate(content)}
+        extra = {f"unused.{i}": f"model-{i:05}-of-00100.safetensors" for i in range(len(content), 100)}
+        for name, file in (where | extra).items():
+            save_file({name: content.get(name, torch.zeros(3))}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where | extra}))
+        folders.append(folder)
+    merger = ContinualMerger(folders[0], tiny.Add())
+    tally = Counted(monkeypatch)
+    names, checkpoint = merger.check(folders[1], "task", values=False)
+    assert len(names) == 40
+    assert len(tally.opened) == len(set(tally.opened)) == 100
+    assert tally.read == []
+    merger.fold(checkpoint, "task")
+    assert set(tally.read) == set(tiny.only_weights(tensors))
 
 
 @pytest.mark.timeout(120)

@@ -52,7 +52,13 @@ class FromFiles:
             target = self.owner.target(pl_module)
             device = pl_module.device if self.owner.device == "auto" else self.owner.device
             try:
-                self.owner.merger = ContinualMerger(target, self.owner.method, layers=self.owner.layers, device=device)
+                self.owner.merger = ContinualMerger(
+                    target,
+                    self.owner.method,
+                    layers=self.owner.layers,
+                    device=device,
+                    on_mismatch=self.owner.on_mismatch,
+                )
             except ValueError as error:
                 raise MisconfigurationException(f"the pretrained model cannot be merged into: {error}") from error
         self._check_all()

@@ -20,6 +20,7 @@ from safemerge_pl.experts import Experts
 from safemerge_pl.live_lora import plain_name
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
+from safemerge_pl.preflight import Mismatch
 from safemerge_pl.sharing import Processes
 
 __all__ = ["MergeCallback"]
@@ -52,6 +53,7 @@ class MergeCallback(L.Callback):
         module_attr: dotted path of the sub-module that is merged; by default the tower that the module's backbone
             names, or the whole module.
         device: where the arithmetic runs, ``"auto"`` for the module's device.
+        on_mismatch: ``"pretrained"`` also takes models of another image size or vocabulary, with the pretrained rows.
         **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Raises:
@@ -67,12 +69,14 @@ class MergeCallback(L.Callback):
         layers: list[str] | None = None,
         module_attr: str | None = None,
         device: str = "auto",
+        on_mismatch: Mismatch = "error",
         **live: Unpack[LiveOptions],
     ) -> None:
         super().__init__()
         self.method = SafeMerge() if method is None else method
         self.experts: Experts = experts
         self.layers, self.module_attr, self.device = layers, module_attr, device
+        self.on_mismatch: Mismatch = on_mismatch
         self.merger: ContinualMerger | None = None
         self._restored: dict[str, Any] | None = None
         if live and experts != "zoo":

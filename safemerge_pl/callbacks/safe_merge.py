@@ -6,6 +6,7 @@ from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.masking import Keep
 from safemerge_pl.methods import SafeMerge
+from safemerge_pl.preflight import Mismatch
 
 __all__ = ["SAFEMergeCallback"]
 
@@ -31,6 +32,7 @@ class SAFEMergeCallback(MergeCallback):
         layers: see :class:`MergeCallback`.
         module_attr: see :class:`MergeCallback`.
         device: see :class:`MergeCallback`.
+        on_mismatch: see :class:`MergeCallback`.
         **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Example:
@@ -59,6 +61,7 @@ class SAFEMergeCallback(MergeCallback):
         layers: list[str] | None = None,
         module_attr: str | None = None,
         device: str = "auto",
+        on_mismatch: Mismatch = "error",
         **live: Unpack[LiveOptions],
     ) -> None:
         method = SafeMerge(
@@ -76,4 +79,4 @@ class SAFEMergeCallback(MergeCallback):
             use_recovery=use_recovery,
             seed=seed,
         )
-        super().__init__(method, experts, layers, module_attr, device, **live)
+        super().__init__(method, experts, layers, module_attr, device, on_mismatch, **live)
