@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
+from safemerge_pl.differences import Mismatch
 from safemerge_pl.folders import OutputDtype, check_output
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.preflight import Mismatch
 
 __all__ = ["fold_once"]
 
