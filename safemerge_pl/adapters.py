@@ -1,26 +1,23 @@
-"""PEFT LoRA folders as models: W + scale * B A over the base model, tensor by tensor, in float32."""
+"""PEFT LoRA folders as models: W + scale * B A over the base model."""
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from safemerge_pl.adapter_config import ADAPTER_CONFIG, REMEDY, value_by_pattern
+from safemerge_pl.deltas import BoundAdapter, Delta
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.layers import known_layers, parts_of, vision_only
 from safemerge_pl.layouts import layer_index
 from safemerge_pl.lazy import Checkpoint
 from safemerge_pl.names import match_names, names_alike
 
-__all__ = ["ADAPTER_CONFIG", "Adapter", "BoundAdapter", "read_adapter_config"]
-
-ADAPTER_CONFIG = "adapter_config.json"
-_REMEDY = "merge it into its base model with peft's merge_and_unload() and give the saved result"
+__all__ = ["Adapter"]
 
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
@@ -30,47 +27,11 @@ _OTHER_FACTOR = re.compile(
     r"\.(?:lora_\w+|token_adapter|hada_\w+|lokr_\w+|ia3_l|oft_\w+|boft_\w+|vera_\w+|prompt_\w+)(?:\.|$)"
 )
 
-_HARMLESS = {
-    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying"),
-    *("eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern"),
-    *("layers_to_transform", "loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "lora_ga_config"),
-    *("megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern"),
-    *("revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora"),
-}
-"""Settings that leave W + scale * B A as it is, or that are worked in here; any other one that is on is refused."""
-
-_MOVES_BASE = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
-"""Initialisations that also change the base weights, which the adapter's factors are then relative to."""
-
 _TWICE_UP_TO = [0, 21]
 """Last version of peft that is known to add the output projection of an adapted attention twice."""
 
 _TIED = re.compile(r"(?:^|\.)(?:lm_head|embed_tokens|embed_out|wte|shared)\.weight$")
 """Embeddings and heads; a tied one stands in a file under one of its names only."""
-
-
-def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Settings of a LoRA adapter that can be merged.
-
-    Raises:
-        CheckpointError: if it is damaged, of another type, or uses a variant that is not known here.
-    """
-    try:
-        config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no adapter configuration ({error}); fetch it again.") from error
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(f"{path.parent} is a PEFT adapter of type {kind}, only LORA is read; {_REMEDY}.")
-    if _MOVES_BASE.match(str(config.get("init_lora_weights"))):
-        raise CheckpointError(
-            f"{path}: `init_lora_weights` {config['init_lora_weights']!r} changed the base model's weights too, so the "
-            f"adapter does not fit the plain ones; {_REMEDY}."
-        )
-    unknown = sorted(key for key, value in config.items() if value and key not in _HARMLESS)
-    if unknown:
-        raise CheckpointError(f"{path} uses `{unknown[0]}`, a LoRA variant that is not read; {_REMEDY}.")
-    return config
 
 
 class Adapter(Checkpoint):
@@ -105,7 +66,7 @@ class Adapter(Checkpoint):
         """See :class:`Checkpoint`."""
         return self._tensors.dtype(name)
 
-    def bind(self, base: Checkpoint) -> "BoundAdapter":
+    def bind(self, base: Checkpoint) -> BoundAdapter:
         """The fine-tuned model: the base with the adapter's products added and its saved modules in place.
 
         Args:
@@ -118,7 +79,7 @@ class Adapter(Checkpoint):
         targets = {_weight_name(module, base): module for module in modules}
         biases = {f"{module}.bias": module for module, factors in modules.items() if "bias" in factors}
         wanted = [*targets, *biases, *(name for name in whole if name not in targets and name not in biases)]
-        deltas: dict[str, list[_Delta]] = defaultdict(list)
+        deltas: dict[str, list[Delta]] = defaultdict(list)
         try:
             names = self._place(wanted, targets, base)
         except CheckpointError as error:
@@ -130,7 +91,7 @@ class Adapter(Checkpoint):
         for name, module in biases.items():
             if name in names:
                 factors = modules[module]
-                deltas[names[name]].append(_Delta(self._scale(module, factors), {"bias": factors["bias"]}))
+                deltas[names[name]].append(Delta(self._scale(module, factors), {"bias": factors["bias"]}))
         replaced = {names[name]: key for name, key in whole.items() if name in names}
         missing = [name for name in wanted if name not in names] if names else list(whole)
         notes = (*self.notes, *_ignored(missing), *self._base_note(base))
@@ -147,7 +108,7 @@ class Adapter(Checkpoint):
             if factor:
                 modules[factor["module"]]["bias" if factor["bias"] else factor["kind"]] = key
             elif _OTHER_FACTOR.search(name):
-                raise CheckpointError(f"{self.source}: `{key}` is no part of a plain LoRA adapter; {_REMEDY}.")
+                raise CheckpointError(f"{self.source}: `{key}` is no part of a plain LoRA adapter; {REMEDY}.")
             else:
                 whole[name] = key
         for module, factors in modules.items():
@@ -173,7 +134,7 @@ class Adapter(Checkpoint):
         version = str(self.config.get("peft_version") or "0")
         if [int(number) for number in re.findall(r"\d+", version)[:2]] > _TWICE_UP_TO:
             raise CheckpointError(
-                f"{self.source}: whether peft {version} adds `{module}` once or twice is not known here; {_REMEDY}."
+                f"{self.source}: whether peft {version} adds `{module}` once or twice is not known here; {REMEDY}."
             )
         return True
 
@@ -195,10 +156,10 @@ class Adapter(Checkpoint):
         targets: Mapping[str, str],
         base: Checkpoint,
         reason: CheckpointError,
-    ) -> dict[str, list["_Delta"]]:
+    ) -> dict[str, list[Delta]]:
         """Factors for a base in another library's layout, piece by piece."""
         index = layer_index(base)
-        deltas: dict[str, list[_Delta]] = defaultdict(list)
+        deltas: dict[str, list[Delta]] = defaultdict(list)
         for name in vision_only(targets):
             factors = modules[targets[name]]
             parts = parts_of(name, self._target_shape(name, factors))
@@ -215,7 +176,7 @@ class Adapter(Checkpoint):
                         f"`{place.parameter}` in {base.source} has {place.shape}: is it an adapter of this model?"
                     )
                 deltas[place.parameter].append(
-                    _Delta(self._scale(targets[name], factors), factors, place.transposed, place.rows, part.rows)
+                    Delta(self._scale(targets[name], factors), factors, place.transposed, place.rows, part.rows)
                 )
         return deltas
 
@@ -228,8 +189,8 @@ class Adapter(Checkpoint):
 
     def _scale(self, module: str, factors: Mapping[str, str]) -> float:
         """Alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023), by the module's own rank and alpha."""
-        rank = _by_pattern(self.config.get("rank_pattern"), module, self.config.get("r", 8))
-        alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
+        rank = value_by_pattern(self.config.get("rank_pattern"), module, self.config.get("r", 8))
+        alpha = value_by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
         name = factors.get("lora_A") or factors["lora_embedding_A"]
         if rank != self.shape(name)[0]:
             raise CheckpointError(
@@ -239,14 +200,12 @@ class Adapter(Checkpoint):
         scale: float = alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
         return 2 * scale if module in self._twice else scale
 
-    def _delta(self, module: str, factors: dict[str, str], name: str, theirs: str, base: Checkpoint) -> "_Delta":
+    def _delta(self, module: str, factors: dict[str, str], name: str, theirs: str, base: Checkpoint) -> Delta:
         factors = {kind: key for kind, key in factors.items() if kind != "bias"}
         shape = base.shape(theirs)
         embedding = "lora_embedding_A" in factors
         if embedding and "lora_magnitude_vector" in factors:
-            raise CheckpointError(
-                f"{self.source}: `{module}` is an embedding under DoRA, which is not read; {_REMEDY}."
-            )
+            raise CheckpointError(f"{self.source}: `{module}` is an embedding under DoRA, which is not read; {REMEDY}.")
         down = self.shape(factors["lora_embedding_A" if embedding else "lora_A"])
         up = self.shape(factors["lora_embedding_B" if embedding else "lora_B"])
         turned = embedding or _is_turned(name, shape, self.config)
@@ -254,9 +213,9 @@ class Adapter(Checkpoint):
         if len(down) != len(shape) or (product[::-1] if turned else product) != shape or up[1] != down[0]:
             raise CheckpointError(
                 f"{self.source}: the factors of `{module}`, {up} and {down}, do not fit `{theirs}` of shape {shape} in "
-                f"{base.source}; if they were trained on this model, {_REMEDY}."
+                f"{base.source}; if they were trained on this model, {REMEDY}."
             )
-        return _Delta(self._scale(module, factors), factors, turned)
+        return Delta(self._scale(module, factors), factors, turned)
 
     def _base_note(self, base: Checkpoint) -> list[str]:
         """A sentence if the adapter names another base model than the one it is put on (G8)."""
@@ -270,105 +229,6 @@ class Adapter(Checkpoint):
         if _model_name(named) in ours:
             return []
         return [f"the adapter was trained on `{named}`, and is put on `{base.source}` here: are they the same model?"]
-
-
-@dataclass(frozen=True)
-class _Delta:
-    """What is added to one tensor of the base.
-
-    Attributes:
-        scale: factor of the product.
-        factors: tensors of the adapter by kind.
-        turned: the base stores the transposed matrix.
-        rows: rows of the base's upright matrix that it is added to; all if ``None``.
-        taken: rows of the product that are added; all if ``None``.
-    """
-
-    scale: float
-    factors: Mapping[str, str]
-    turned: bool = False
-    rows: tuple[int, int] | None = None
-    taken: tuple[int, int] | None = None
-
-
-class BoundAdapter(Checkpoint):
-    """A base model with an adapter on it; dense tensors under the base's names, computed when they are asked for."""
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        base: Checkpoint,
-        deltas: Mapping[str, list[_Delta]],
-        replaced: Mapping[str, str],
-        notes: tuple[str, ...],
-    ) -> None:
-        self.source, self.folder, self.notes = adapter.source, adapter.folder, notes
-        self._adapter, self._base, self._deltas, self._replaced = adapter, base, dict(deltas), replaced
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._adapter[self._replaced[name]] if name in self._replaced else self._base[name]
-        for delta in self._deltas.get(name, ()):
-            tensor = self._added(tensor.float(), delta)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`Checkpoint`."""
-        return self._adapter.shape(self._replaced[name]) if name in self._replaced else self._base.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """See :class:`Checkpoint`."""
-        if name in self._deltas:
-            return torch.float32
-        return self._adapter.dtype(self._replaced[name]) if name in self._replaced else self._base.dtype(name)
-
-    def require_change(self, names: Iterable[str], *, values: bool = True) -> None:
-        """Refuse an adapter that leaves all of these tensors as they are (G1).
-
-        Args:
-            names: tensors to merge, by the base's names.
-            values: also look whether the products are zero; otherwise at names only.
-
-        Raises:
-            CheckpointError: if none is changed.
-        """
-        touched = [name for name in names if name in self._deltas or name in self._replaced]
-        if not touched:
-            changed = [*self._deltas, *self._replaced]
-            raise CheckpointError(
-                f"{self.source}: the adapter changes none of the tensors to merge, but {len(changed)} others, first "
-                f"`{changed[0]}`; name those to merge with `layers`."
-            )
-        if values and not any(self._is_changed(name) for name in touched):
-            raise CheckpointError(f"{self.source}: the adapter's products are all zero; it was never trained.")
-
-    def _is_changed(self, name: str) -> bool:
-        if name in self._replaced:
-            return True
-        return any(
-            all(bool(self._adapter[key].any()) for key in delta.factors.values()) for delta in self._deltas[name]
-        )
-
-    def _added(self, weight: Tensor, delta: _Delta) -> Tensor:
-        parts = {kind: self._adapter[key].float() for kind, key in delta.factors.items()}
-        if "bias" in parts:
-            return weight + parts["bias"] * delta.scale
-        kind = "lora_embedding" if "lora_embedding_A" in parts else "lora"
-        up, down = parts[f"{kind}_B"].flatten(1), parts[f"{kind}_A"].flatten(1)
-        product = (up @ down if delta.taken is None else (up @ down)[slice(*delta.taken)]) * delta.scale
-        dense = weight.clone()
-        upright = dense.T if delta.turned else dense.flatten(1)
-        (upright if delta.rows is None else upright[slice(*delta.rows)]).add_(product)
-        if "lora_magnitude_vector" not in parts:
-            return dense
-        magnitude = parts["lora_magnitude_vector"].flatten()  # DoRA (Liu et al. 2024, Eq. 5): by rows of the matrix
-        upright.mul_((magnitude / upright.norm(dim=1))[:, None])
-        return dense
 
 
 def _ignored(missing: list[str]) -> list[str]:
@@ -395,14 +255,6 @@ def _is_turned(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> 
 
 def _is_saved(name: str, saved: Iterable[str]) -> bool:
     return any(f".{name}".rpartition(".")[0].endswith(f".{module}") or f".{module}." in f".{name}" for module in saved)
-
-
-def _by_pattern(pattern: Mapping[str, int] | None, module: str, default: int) -> int:
-    """The value of the first pattern that a module's path ends with, as peft reads them."""
-    for key, value in (pattern or {}).items():
-        if re.match(rf"(?:.*\.)?(?:{key})$", module):
-            return value
-    return default
 
 
 def _model_name(source: str) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from safemerge_pl.adapters import ADAPTER_CONFIG, Adapter, read_adapter_config
+from safemerge_pl.adapter_config import ADAPTER_CONFIG, read_adapter_config
+from safemerge_pl.adapters import Adapter
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.foreign import WEIGHT_ENDINGS, read_config, refuse_folder, refuse_impostor, refuse_packed
 from safemerge_pl.hub import download

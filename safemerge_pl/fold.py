@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, open_checkpoint
+from safemerge_pl.differences import Mismatch
 from safemerge_pl.folders import STATE_FILE, check_output, output_lock
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.preflight import Mismatch
 from safemerge_pl.saving import require_output
 from safemerge_pl.side_files import OutputDtype
 from safemerge_pl.weights import parse_size

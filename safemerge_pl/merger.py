@@ -20,6 +20,7 @@ from safemerge_pl import saving
 from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.cores import map_on_cores
+from safemerge_pl.differences import Mismatch, is_floating
 from safemerge_pl.fold_report import FoldReport, LayerReport, layer_rows
 from safemerge_pl.layers import (
     CORE_STACK_ENTRIES,
@@ -33,15 +34,7 @@ from safemerge_pl.layers import (
 from safemerge_pl.ledger import ledger_line, provenance
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.methods.safe_merge import SafeMerge
-from safemerge_pl.preflight import (
-    Mismatch,
-    aligned,
-    is_floating,
-    require_dtype,
-    require_finite,
-    require_fit,
-    require_values,
-)
+from safemerge_pl.preflight import aligned, require_dtype, require_finite, require_fit, require_values
 from safemerge_pl.sharing import Processes
 from safemerge_pl.side_files import OutputDtype
 from safemerge_pl.store import DiskTensors, LazyTensors

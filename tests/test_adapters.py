@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from tiny import Add, Tensors
 from torch import Tensor, nn
 
-from safemerge_pl.adapters import Adapter, BoundAdapter
+from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
+from safemerge_pl.deltas import BoundAdapter
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.preflight import aligned, require_fit
 from safemerge_pl.scoring import expert_weights
@@ -411,6 +412,14 @@ def test_trained_tokens_and_embeddings_under_dora_are_refused(tmp_path: Path) ->
 def test_a_damaged_configuration_is_named(content: str, adapter: Path) -> None:
     (adapter / "adapter_config.json").write_text(content)
     assert "adapter_config.json" in refusal(adapter) or "type None" in refusal(adapter)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"r": 0}, {"lora_alpha": "8"}, {"rank_pattern": {"q_proj": None}}, {"alpha_pattern": ["q_proj"]}, {"r": -2}],
+)
+def test_ranks_and_alphas_that_are_none_are_refused(settings: dict[str, Any], adapter: Path) -> None:
+    assert "must be positive numbers" in refusal(configured(adapter, **settings))
 
 
 def test_an_adapter_without_weights_or_beside_a_model_is_refused(adapter: Path) -> None:

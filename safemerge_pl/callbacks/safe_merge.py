@@ -4,9 +4,9 @@ from typing_extensions import Unpack
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.options import LiveOptions
+from safemerge_pl.differences import Mismatch
 from safemerge_pl.masking import Keep
 from safemerge_pl.methods import SafeMerge
-from safemerge_pl.preflight import Mismatch
 
 __all__ = ["SAFEMergeCallback"]
 
