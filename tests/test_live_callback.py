@@ -61,9 +61,7 @@ def test_merged_at_boundaries_trained_inside_and_pretrained_again(make_trainer: 
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 / 4)  # two steps of its schedule
     assert objects == [id(p) for p in module.parameters()]
     assert not torch.equal(module.head.weight, head)
-    assert [row.source for row in merge.reports] == [
-        f"trained until epoch {e}, step {s}" for e, s in ((1, 4), (3, 8), (5, 12))
-    ]
+    assert [row.source for row in merge.reports] == [f"trained until step {step}" for step in (4, 8, 12)]
 
 
 def test_what_is_not_merged_can_be_kept(make_trainer: Make) -> None:
@@ -103,7 +101,7 @@ def test_the_last_accumulated_step_is_folded(data: Any, make_trainer: Make) -> N
     trainer = make_trainer(watch, merge, max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(module, data)
     assert trainer.global_step == 2
-    assert merge.reports[0].source == "trained until epoch 0, step 2"
+    assert merge.reports[0].source == "trained until step 2"
     assert_holds(encoder(module), direct(theta0, watch.trained[0]), theta0)
 
 
@@ -215,7 +213,7 @@ def test_early_stopping_ends_a_fit_and_so_a_task(make_trainer: Make) -> None:
         trainer = make_trainer(merge, stop, max_epochs=9)
         trainer.fit(module, batches(number), batches(number))
         assert trainer.current_epoch == 2
-    assert [row.source for row in merge.reports] == ["trained until epoch 2, step 4"] * 2
+    assert [row.source for row in merge.reports] == ["trained until step 4"] * 2
 
 
 def test_a_skipped_rest_of_the_epoch_still_ends_it(make_trainer: Make) -> None:
@@ -324,6 +322,6 @@ def test_diverged_training_ends_in_one_sentence(make_trainer: Make) -> None:
                 self.encoder.blocks[1].mlp.fc1.weight.grad.fill_(torch.nan)  # type: ignore[index,operator,union-attr]
 
     merge = live(tasks=TASKS)
-    with pytest.raises(ValueError, match=r"task 'b': trained until epoch 3, step 8: `blocks\.\S+` has \d+ NaN"):
+    with pytest.raises(ValueError, match=r"task 'b': trained until step 8: `blocks\.\S+` has \d+ NaN"):
         run(make_trainer, merge, module=Diverges())
     assert merge.tasks == ["a"]

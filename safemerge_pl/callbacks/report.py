@@ -57,10 +57,11 @@ class StreamReport(L.Callback):
             return
         self._add(trainer, merge, pl_module.last_scores)
 
-    def on_merge_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, scores: dict[str, float]) -> None:
+    def on_merge_scored(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, merge: MergeCallback, scores: dict[str, float]
+    ) -> None:
         """Add the row of a merge in somebody's training loop, and bring every file up to date."""
-        merge = MergeCallback.of(trainer)
-        if merge is not None and self._writes(trainer):
+        if merge is MergeCallback.of(trainer) and self._writes(trainer):
             self._add(trainer, merge, scores)
             self._finish(trainer, self.content(trainer))
 
