@@ -3,9 +3,7 @@
 import copy
 import fnmatch
 import functools
-import importlib
 import itertools
-import json
 import math
 import shutil
 import time
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from safemerge_pl import folders
+from safemerge_pl import saving
 from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.cores import map_on_cores
@@ -32,6 +30,7 @@ from safemerge_pl.layers import (
     select_layers,
     vision_only,
 )
+from safemerge_pl.ledger import ledger_line, provenance
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.preflight import (
@@ -44,11 +43,11 @@ from safemerge_pl.preflight import (
     require_values,
 )
 from safemerge_pl.sharing import Processes
+from safemerge_pl.side_files import OutputDtype
 from safemerge_pl.store import DiskTensors, LazyTensors
+from safemerge_pl.weights import tied_names
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
-
-MASTER_FILE = "merge_master.safetensors"
 
 
 class ContinualMerger:
@@ -91,7 +90,7 @@ class ContinualMerger:
         self.on_mismatch: Mismatch = on_mismatch
         self.method = SafeMerge() if method is None else method
         self.pretrained = _snapshot(pretrained)
-        self._aliases = _tied(self.pretrained)
+        self._aliases = tied_names(self.pretrained)
         shapes = _mergeable(self.pretrained, self._aliases)
         self.layers = select_layers(shapes, layers, self.method.scope)
         self.others = self._rest(layers) if self.method.merges_rest else []
@@ -99,6 +98,8 @@ class ContinualMerger:
         self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
         self.reports: list[FoldReport] = []
         self._merged: Mapping[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
+        self.ledger: list[str] = []  # a line of JSON a fold
+        self.saved: Path | None = None  # the output that it was read from or written to last
         self._caches: dict[tuple[str, ...], dict[str, Tensor]] = {}
         with _exact_arithmetic(self.device):
             for name in self._parameters():
@@ -169,8 +170,10 @@ class ContinualMerger:
             losses=tuple(losses),
             layers=tuple(rows),
             notes=tuple(self._notes(checkpoint, rows, hashed)),
+            **provenance(checkpoint),
         )
         self.reports.append(report)
+        self.ledger.append(self._ledger_line(report))
         return report
 
     def check(self, incoming: Source, task: str, *, values: bool = True) -> tuple[dict[str, str], Checkpoint]:
@@ -202,8 +205,16 @@ class ContinualMerger:
         names = require_fit(self.pretrained, self._parameters(), checkpoint, values=False)
         return names, checkpoint, self._hash(lambda name: _sound(checkpoint, names[name]))
 
-    def save(self, folder: str | Path, *, template: Source | None = None, dtype: folders.OutputDtype = "same") -> Path:
-        """Write a complete model folder: weights, the base's other files, state to continue from, and a model card.
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        template: Source | None = None,
+        dtype: OutputDtype = "same",
+        max_shard_size: int | str = "5GB",
+        copy_code: bool = False,
+    ) -> Path:
+        """Write a complete model folder: weights, the base's other files, state, ledger, and a model card.
 
         Args:
             folder: new, empty, or holding an earlier merge, which is replaced in one step.
@@ -211,34 +222,20 @@ class ContinualMerger:
                 names may have other prefixes than those of ``pretrained``.
             dtype: dtype of the written weights. Masters in float32 are always kept beside, so that small updates
                 survive a long stream.
+            max_shard_size: weights above this size are written in shards, with an index.
+            copy_code: also copy the model's own Python files, which some models need to be loaded. They are never run
+                here.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: if the folder cannot be used; what was there stays as it was.
+            CheckpointError: if the folder cannot be used or written; what was there stays as it was.
         """
-        from safetensors.torch import save_file
-
-        folder = Path(folder)
-        base = self.pretrained if template is None else open_checkpoint(template)
-        folders.check_output(folder, () if base.folder is None else (base.folder,))
-        parameters = self.merged_parameters()
-        names = match_names(list(parameters), base)
-        replaced = {names[name]: tensor for name, tensor in parameters.items()}
-        replaced |= {
-            alias: replaced[names[name]] for alias, name in _tied(base).items() if name in names and alias in base
-        }
-        with folders.staged_folder(folder) as staging:
-            folders.write_model(staging, base, replaced, dtype)
-            save_file(
-                {name: tensor.contiguous() for name, tensor in parameters.items()},
-                staging / MASTER_FILE,
-                metadata={"format": "pt"},
-            )
-            (staging / folders.STATE_FILE).write_text(json.dumps(self.state_dict(), indent=1))
-            (staging / "README.md").write_text(self._model_card(base, dtype))
-        return folder
+        saving.save_merge(
+            self, Path(folder), template=template, dtype=dtype, max_shard_size=max_shard_size, copy_code=copy_code
+        )
+        return Path(folder)
 
     @classmethod
     def load(
@@ -255,10 +252,7 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
-        state = folders.read_state(Path(folder))
-        merger = cls(pretrained, method or _rebuild_method(state["method"]), **options)
-        merger.load_state_dict(state, open_checkpoint(Path(folder) / MASTER_FILE))
-        return merger
+        return saving.load_merge(cls, Path(folder), pretrained, method=method, options=options)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, as plain values: tasks and reports, method, hashes."""
@@ -311,27 +305,10 @@ class ContinualMerger:
         self.method.load_state_dict(saved["state"])
         self._replace(merged)
         self.reports = [FoldReport.from_dict(report) for report in state["reports"]]
+        self.ledger = [self._ledger_line(report) for report in self.reports]
 
-    def _model_card(self, base: Checkpoint, dtype: str) -> str:
-        """README of the written folder."""
-        lines = [
-            "# Merged model",
-            "",
-            f"Merged by safemerge_pl with {self.method.label} from `{base.source}`; weights stored as {dtype}.",
-            "Float32 masters and the state to continue from lie beside: `ContinualMerger.load(folder, pretrained)`.",
-            "",
-            "| # | task | incoming model | SHA-256 of its merged layers | kept |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {r.index} | {r.task} | `{r.source}` | `{r.incoming[:16]}` | {r.kept_fraction:.1%} |"
-                for r in self.reports
-            ),
-            "",
-            f"Merged layers: `{self.fingerprint()}`. Pretrained layers: `{self.reference}`.",
-            "",
-            "Settings: " + ", ".join(f"{key}={value}" for key, value in self.method.settings().items()) + ".",
-        ]
-        return "\n".join(lines) + "\n"
+    def _ledger_line(self, report: FoldReport) -> str:
+        return ledger_line(report, self.method.label, self.method.settings())
 
     def _rest(self, patterns: Sequence[str] | None) -> list[MergeLayer]:
         """Every floating-point tensor that is in no stack, under its own name; tied ones once."""
@@ -524,19 +501,6 @@ def _mergeable(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> dict[str, 
     return {name: shape for name, shape in shapes.items() if name in known or is_floating(checkpoint, name)}
 
 
-def _tied(checkpoint: Checkpoint) -> dict[str, str]:
-    """Further names of tensors in memory that are one and the same -> the first name (B5: merged once, not twice)."""
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
-    aliases: dict[str, str] = {}
-    for name in checkpoint:
-        place = checkpoint.storage(name)
-        if place is not None:
-            known = first.setdefault((place, checkpoint.shape(name)), name)
-            if known != name:
-                aliases[name] = known
-    return aliases
-
-
 def _snapshot(pretrained: Source) -> Checkpoint:
     """The pretrained model; copied where somebody else could change its tensors."""
     checkpoint = open_checkpoint(pretrained)
@@ -546,18 +510,9 @@ def _snapshot(pretrained: Source) -> Checkpoint:
         return checkpoint
     for name in checkpoint:
         require_values(checkpoint[name], name, checkpoint.source)
-    aliases = _tied(checkpoint)
+    aliases = tied_names(checkpoint)
     tensors = {name: checkpoint[name].detach().cpu().clone() for name in checkpoint if name not in aliases}
     tensors |= {alias: tensors[name] for alias, name in aliases.items()}
     snapshot = open_checkpoint({name: tensors[name] for name in checkpoint})
     snapshot.source = checkpoint.source
     return snapshot
-
-
-def _rebuild_method(saved: dict[str, Any]) -> MergeMethod:
-    """A method of this package from its saved settings; no other module is ever imported by name."""
-    module, _, name = saved["class_path"].rpartition(".")
-    if not module.startswith("safemerge_pl.methods."):
-        raise CheckpointError(f"the merge was made with {saved['class_path']}; pass that method as `method`.")
-    method: MergeMethod = getattr(importlib.import_module(module), name)(**saved["init_args"])
-    return method
