@@ -9,7 +9,9 @@ from typing import Any
 
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.differences import Mismatch
-from safemerge_pl.folders import STATE_FILE, check_output, output_lock
+from safemerge_pl.folders import STATE_FILE, check_output
+from safemerge_pl.foreign import WEIGHT_ENDINGS
+from safemerge_pl.locks import output_lock
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.saving import require_output
@@ -129,12 +131,14 @@ def _name(source: str) -> str:
     """Name of a folder or hub model; of a file without its ending.
 
     Example:
-        >>> _name("models/vit-b.16"), _name("models/mnist.safetensors")
-        ('vit-b.16', 'mnist')
+        >>> _name("models/vit-b.16"), _name("models/mnist.safetensors"), _name("owner/flags@main")
+        ('vit-b.16', 'mnist', 'flags')
     """
     path = Path(source)
-    endings = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-    return path.stem if path.suffix in endings and not path.is_dir() else path.resolve().name
+    if path.suffix in WEIGHT_ENDINGS and not path.is_dir():
+        return path.stem
+    name = path.name if path.name.strip(".") else path.resolve().name
+    return name if path.exists() else name.partition("@")[0]  # a revision of the hub
 
 
 def _inputs(pretrained: str, sources: Sequence[str], merged: str | None, output: str) -> tuple[Path, ...]:

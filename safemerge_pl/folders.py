@@ -7,9 +7,7 @@ import glob
 import json
 import os
 import shutil
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from safemerge_pl.checkpoints import CheckpointError
+from safemerge_pl.locks import BusyError, output_lock
 
-try:
-    import fcntl
-except ImportError:  # Windows: no locks
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["STATE_FILE", "check_output", "output_lock", "read_state", "require_space", "staged_folder"]
+__all__ = ["STATE_FILE", "check_output", "read_state", "require_space", "staged_folder"]
 
 STATE_FILE = "merge_state.json"
 _WEIGHTS = tuple(
@@ -31,11 +25,6 @@ _WEIGHTS = tuple(
     for stem in ("model", "open_clip_model", "merge_master")
     for ending in (".safetensors", "-?????-of-?????.safetensors", ".safetensors.index.json")
 )
-_held = threading.local()
-
-
-class _BusyError(CheckpointError):
-    """Another process is writing there."""
 
 
 def check_output(folder: Path, inputs: tuple[Path, ...] = ()) -> None:
@@ -84,40 +73,6 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 @contextmanager
-def output_lock(folder: Path) -> Iterator[None]:
-    """Keep every other process from writing an output; the system gives the lock back if this one is killed.
-
-    May be taken again by the thread that has it. A file system without locks is used without.
-
-    Raises:
-        CheckpointError: if another process (or thread) is writing there.
-    """
-    folder = folder.resolve()
-    path = folder.with_name(f".{folder.name}.lock")
-    held: set[Path] = _held.__dict__.setdefault("paths", set())
-    if fcntl is None or path in held or not folder.name:
-        yield
-        return
-    made = [parent for parent in folder.parents if not parent.exists()]
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        handle = _lock(path, folder)
-    except OSError as error:
-        raise CheckpointError(f"the output {folder} cannot be written ({error}); name another folder.") from error
-    held.add(path)
-    try:
-        yield
-    finally:
-        held.discard(path)
-        with contextlib.suppress(OSError):
-            path.unlink()  # while it is still locked: whoever opened it meanwhile sees that it is gone
-        os.close(handle)
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()  # stays if something was written into it
-
-
-@contextmanager
 def staged_folder(folder: Path) -> Iterator[Path]:
     """Give an empty folder to write in; on success it takes the place of ``folder``, on failure it vanishes.
 
@@ -130,8 +85,8 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     target = folder.resolve()  # behind a link: the link stays, its target is replaced
     staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
-        with output_lock(target):
-            _sweep(target)
+        with output_lock(target) as locked:
+            _sweep(target, locked)
             staging.mkdir(parents=True)
             try:
                 yield staging
@@ -191,37 +146,11 @@ def _probe(folder: Path, resolved: Path) -> None:
         ) from error
 
 
-def _lock(path: Path, folder: Path) -> int:
-    """An open, locked file that tells who has it."""
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
-            os.close(handle)
-            raise _BusyError(
-                f"{holder} is writing the output {folder}; wait for it to end, or name another folder."
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                os.close(handle)
-                raise
-        try:
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
-                os.ftruncate(handle, 0)
-                os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
-                return handle
-        except FileNotFoundError:
-            pass
-        os.close(handle)  # the holder before us took it away: what is locked now is nobody's
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left beside an output. Call it with the lock, which they have lost."""
+def _sweep(folder: Path, locked: bool) -> None:
+    """Remove what killed processes left beside an output; who has the lock knows that they are gone."""
     kinds = ("partial", "probe", "old") if folder.exists() else ("partial", "probe")
     for path in (path for kind in kinds for path in _beside(folder, kind)):
-        if fcntl is not None or not _alive(path):
+        if locked or not _alive(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -231,13 +160,14 @@ def _beside(folder: Path, kind: str) -> list[Path]:
 
 def _alive(path: Path) -> bool:
     """Whether the process whose number ends a name still runs; only asked where there are no locks."""
+    number = int(path.name.rpartition("-")[2])
     try:
-        os.kill(int(path.name.rpartition("-")[2]), 0)
-    except (ProcessLookupError, ValueError):
+        os.kill(number, 0)
+    except ProcessLookupError:
         return False
     except OSError:
         return True
-    return True
+    return number != os.getpid()
 
 
 def _complete(staging: Path, folder: Path) -> None:
@@ -261,7 +191,7 @@ def _complete(staging: Path, folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:
@@ -280,7 +210,7 @@ def _recover(folder: Path) -> None:
                 if not folder.exists():
                     os.rename(aside[-1], folder)
             return
-        except _BusyError:  # a living process is between its two renames
+        except BusyError:  # a living process is between its two renames
             time.sleep(0.02)
         except (CheckpointError, OSError):  # a reader who may not write there
             return

@@ -245,7 +245,7 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
-        return saving.load_merge(cls, Path(folder), pretrained, method=method, **options)
+        return saving.load_merge(cls, Path(folder), pretrained, method=method, options=options)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, as plain values: tasks and reports, method, hashes."""

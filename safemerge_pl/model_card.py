@@ -39,7 +39,7 @@ def model_card(
 
     library = _library(base.folder)
     front = ModelCardData(
-        base_model=base.source if _is_hub_id(base.source) else None,
+        base_model=_hub_id(base.source),
         library_name=library,
         tags=["merge", "continual-learning", "safemerge_pl"],
     )
@@ -86,8 +86,10 @@ def _library(folder: Path | None) -> str | None:
     return "open_clip" if (folder / "open_clip_config.json").exists() else None
 
 
-def _is_hub_id(source: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not Path(source).exists()
+def _hub_id(source: str) -> str | None:
+    """The base's name on the hub, without its revision."""
+    found = re.fullmatch(r"([\w.-]+/[\w.-]+)(@[\w./-]+)?", source)
+    return found[1] if found and not Path(source).exists() else None
 
 
 def _cell(text: str) -> str:

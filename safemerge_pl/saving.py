@@ -93,7 +93,7 @@ def load_merge(
     pretrained: Source,
     *,
     method: "MergeMethod | None" = None,
-    **options: Any,
+    options: dict[str, Any],
 ) -> "ContinualMerger":
     """See :meth:`ContinualMerger.load <safemerge_pl.merger.ContinualMerger.load>`."""
     state = folders.read_state(folder)

@@ -22,10 +22,11 @@ from safetensors.torch import load_file
 from test_folders import beside, clip_folder
 from tiny import assert_same, folded, fresh, tower, tuned
 
-from safemerge_pl import folders
+from safemerge_pl import folders, locks
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.fold import fold_once
-from safemerge_pl.folders import STATE_FILE, check_output, output_lock, staged_folder
+from safemerge_pl.folders import STATE_FILE, check_output, staged_folder
+from safemerge_pl.locks import output_lock
 from safemerge_pl.merger import ContinualMerger
 
 
@@ -159,11 +160,34 @@ def test_the_lock_of_a_dead_process_does_not_last(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_locks_is_used_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then only what a dead process left is swept away."""
+
     def missing(*args: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folders.fcntl, "flock", missing)
+    monkeypatch.setattr(locks.fcntl, "flock", missing)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for number in (dead.pid, os.getppid(), os.getpid()):
+        (tmp_path / f".out.partial-{number}").mkdir()
     assert ContinualMerger.load(folded(1).save(tmp_path / "out"), tower()).tasks == ["task1"]
+    assert beside(tmp_path / "out") == [f".out.partial-{os.getppid()}"]
+
+
+def test_a_full_disk_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C8: nor does a lock that cannot tell its holder."""
+
+    def full(*args: object) -> None:
+        raise FULL
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        folded(1).save(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            folded(1, 2).save(tmp_path / "out")
+    folded(1, 2).save(tmp_path / "out")
     assert beside(tmp_path / "out") == []
 
 

@@ -114,8 +114,8 @@ class StreamReport(L.Callback):
         reports.write_json(folder / "report.json", content)
         reports.write_text(folder / "report.md", reports.markdown(content))
         if self.figures:
-            reports.matrix_figure(content).savefig(folder / "matrix.png", dpi=120)
-            reports.stream_figure(content).savefig(folder / "stream.png", dpi=120)
+            reports.write_figure(folder / "matrix.png", reports.matrix_figure(content))
+            reports.write_figure(folder / "stream.png", reports.stream_figure(content))
         return folder
 
     def content(self, trainer: L.Trainer) -> reports.Report:
