@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import tiny
 import torch
@@ -14,11 +16,15 @@ from tiny import Add, Tensors
 from torch import Tensor, nn
 
 from safemerge_pl.adapters import Adapter
+from safemerge_pl.callbacks import ReferenceRows, SAFEMergeCallback
+from safemerge_pl.check import check_stream
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.deltas import BoundAdapter
 from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.preflight import aligned, require_fit
 from safemerge_pl.scoring import expert_weights
+from safemerge_pl.zoo import Zoo
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -477,3 +483,57 @@ def test_alignment_leaves_a_plain_model_alone() -> None:
     base = open_checkpoint(tiny.tower())
     incoming = open_checkpoint(tiny.tuned(tiny.tower(), 1))
     assert aligned(base, tiny.only_weights(tiny.tower()), incoming) is incoming
+
+
+# in a stream
+
+
+@pytest.fixture(scope="module")
+def zoo_adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An adapter of the zoo's CLIP with random factors, and the model that peft folds it into."""
+    from transformers import CLIPModel
+
+    folder = tmp_path_factory.mktemp("zoo")
+    with tiny.seeded():
+        model = CLIPModel.from_pretrained(Zoo().model)
+    wrapped = trained(model, folder / "adapter", target_modules=["q_proj", "fc1"], r=4, lora_alpha=1)
+    tiny.folder_of(folder / "dense", {name: tensor.contiguous() for name, tensor in unloaded(wrapped).items()})
+    return folder / "adapter", folder / "dense"
+
+
+def test_a_stream_of_adapters_is_a_stream_of_the_models_they_make(
+    zoo_adapter: tuple[Path, Path],
+    small_data: Callable[..., Any],
+    make_trainer: Callable[..., L.Trainer],
+    merge_callback: Callable[..., SAFEMergeCallback],
+) -> None:
+    """G8 under Lightning: the merged tower, and the row of the experts on their own."""
+    towers, rows = [], []
+    for source in zoo_adapter:
+        module, references = ContinualMergeModule(), ReferenceRows()
+        merge = merge_callback(experts={"mnist": str(source)})
+        make_trainer(merge, references, max_epochs=1).fit(module, small_data(["mnist"]))
+        towers.append(module.backbone.vision_model.state_dict())
+        rows.append(references.rows)
+        assert any(row.task_norm for row in merge.reports[0].layers)
+    for name, tensor in towers[0].items():
+        torch.testing.assert_close(tensor, towers[1][name], rtol=1e-4, atol=1e-5)
+    assert rows[0]["individual"] == rows[1]["individual"]
+    assert rows[0]["individual"] != rows[0]["pretrained"]
+
+
+def test_the_check_of_a_stream_takes_adapters_and_says_what_differs(
+    zoo_adapter: tuple[Path, Path], small_data: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The pre-flight of a whole stream: facts with notes, problems with the remedy."""
+    shutil.copytree(zoo_adapter[0], tmp_path / "other")
+    configured(tmp_path / "other", base_model_name_or_path="owner/other-clip")
+    shutil.copytree(zoo_adapter[0], tmp_path / "bad")
+    configured(tmp_path / "bad", peft_type="IA3")
+    experts = {"weather": str(zoo_adapter[0]), "mnist": str(tmp_path / "other"), "font_category": str(tmp_path / "bad")}
+    merge = SAFEMergeCallback(experts=experts)
+    facts, problems = check_stream(ContinualMergeModule(), small_data(list(experts)), merge, tmp_path / "out")
+    assert [fact for fact in facts if "weather':" in fact] == []
+    assert any(re.search(r"task 'mnist': .*trained on `owner/other-clip`", fact) for fact in facts)
+    assert len(problems) == 1
+    assert re.search(r"task 'font_category': .*type IA3.*merge_and_unload", problems[0])
