@@ -171,6 +171,32 @@ def test_resume_anywhere_is_bit_identical(make_trainer: Make, tmp_path: Path) ->
         assert unscored or again.live.scores.rows == merge.live.scores.rows, file.name
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_resume_with_the_other_boundaries(epoch: int, make_trainer: Make, tmp_path: Path) -> None:
+    """I4: where the data module tells the task, the fold is still to come when the checkpoint is taken."""
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    straight, merge = Classifier(), live(boundary="task")
+    run(make_trainer, merge, saver, enable_checkpointing=True, module=straight)
+    again = live(boundary="task")
+    resumed = run(make_trainer, again, ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+    tiny.assert_same(tiny.copied(resumed.state_dict()), tiny.copied(straight.state_dict()))
+    assert again.tasks == merge.tasks == TASKS
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_resume_inside_the_second_of_several_fits(make_trainer: Make, tmp_path: Path) -> None:
+    """I4: a new process takes up the second task where it was, with the first one merged."""
+    straight, merge = Classifier(), live(boundary="fit")
+    make_trainer(merge, max_epochs=2).fit(straight, batches(0))
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    make_trainer(merge, saver, enable_checkpointing=True, max_epochs=2).fit(straight, batches(1))
+    resumed, again = Classifier(), live(boundary="fit")
+    make_trainer(again, max_epochs=2).fit(resumed, batches(1), ckpt_path=tmp_path / "epoch=0.ckpt")
+    tiny.assert_same(tiny.copied(resumed.state_dict()), tiny.copied(straight.state_dict()))
+    assert again.tasks == ["task1", "task2"]
+
+
 def test_what_checkpoints_hold(make_trainer: Make, tmp_path: Path) -> None:
     """The weights in training inside a task, the merged ones at a boundary; the merge is in the callback's state."""
     watch, saver = Watch(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
@@ -203,6 +229,30 @@ def test_frozen_parts_stay(make_trainer: Make) -> None:
         trained = name in direct(theta0) and not name.startswith("blocks.0.")
         assert torch.equal(tensor, theta0[name]) != trained, name
     assert not any(p.requires_grad for p in module.encoder.blocks[0].parameters())  # type: ignore[index,operator,union-attr]
+
+
+def test_adapters_are_trained_folded_and_start_anew(make_trainer: Make) -> None:
+    """G1 in a loop: the frozen weights hold the merge at a boundary, and adapters are zero again."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        with tiny.seeded():
+            wrapped: nn.Module = peft.get_peft_model(tiny.timm_vit(), peft.LoraConfig(target_modules=["qkv"], r=2))
+        return wrapped
+
+    watch, merge, module = Watch(), live(tasks=TASKS), Classifier(adapted)
+    theta0 = encoder(module)
+    run(make_trainer, merge, watch, module=module)
+    assert merge.merger is not None
+    merged = merge.merger.merged_parameters()
+    for name, tensor in encoder(module).items():
+        plain = name.replace("base_model.model.", "").replace("base_layer.", "")
+        assert torch.equal(tensor, merged.get(plain, theta0[name])), name
+    factor = "base_model.model.blocks.0.attn.qkv.lora_B.default.weight"
+    assert watch.trained[1][factor].any()
+    assert not watch.scored[1][factor].any()
+    assert not torch.equal(merged["blocks.0.attn.qkv.weight"], tiny.timm_vit().state_dict()["blocks.0.attn.qkv.weight"])
+    tiny.assert_same(watch.before[2], theta0)
 
 
 def test_early_stopping_ends_a_fit_and_so_a_task(make_trainer: Make) -> None:
