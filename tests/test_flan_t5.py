@@ -223,6 +223,13 @@ def test_the_study_of_the_nlp_table_runs_on_a_small_t5(
     table = (tmp_path / "out" / "table.md").read_text()
     for row in ("Pre-trained", "Individual", *(row["label"] for row in content["rows"])):
         assert f"| {row} |" in table
+    assert "| BWT (GLUE) | mnli (GLUE) | qnli (GLUE) | rte (GLUE) |" in table
+    result = json.loads((tmp_path / "out" / "study.json").read_text())
+    base, last = result["references"]["GLUE"]["Pre-trained"], result["cells"][-1]
+    for label, row, bwt in (("Pre-trained", base, "-"), ("SAFE-Merge", last, f"{100 * last['BWT']:.1f}")):
+        cells = [*(f"{100 * row[key]:.1f}" for key in ("ACC", "Gen", "H")), bwt]
+        cells += [f"{100 * row['accuracies'][name]:.1f}" for name in ("mnli", "qnli", "rte")]
+        assert f"| {label} | {' | '.join(cells)} |" in table
     assert "nan" not in table.lower()
 
 
