@@ -1,68 +1,74 @@
-"""``python -m benchmarks``: one SAFE-Merge fold against Algorithm 1 written out literally, layer by layer.
+"""``python -m benchmarks PART ...``: figures for this machine; only ratios mean anything elsewhere.
 
-Both run on the same random matrices with the same number of threads. The literal form decomposes every matrix by a full
-SVD in float64 and rebuilds its projectors in every step, as the algorithm is printed. Figures are seconds on this
-machine and their ratio; only the ratio means anything elsewhere.
+literal      SAFE-Merge against Algorithm 1 written out literally
+rivals       the other methods against fusion_bench, with ``--peer`` an interpreter that has it
+scaling      growth with layers, width, tasks and ranks
+out_of_core  models larger than memory, from disk to disk
+gpu          eight tasks of ViT-B/32 and ViT-L/14 shapes on a GPU
 """
 
 import argparse
-import sys
-import time
 from pathlib import Path
 
 import torch
 
-from safemerge_pl.memory import PeakMemory
-from safemerge_pl.methods import SafeMerge, Stack
+from benchmarks.gpu import gpu
+from benchmarks.literal import literal
+from benchmarks.out_of_core import out_of_core
+from benchmarks.rivals import rivals
+from benchmarks.scaling import scaling
 from safemerge_pl.report import environment, write_json
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from reference import Settings, reference_fold  # the literal twin lives with the tests
+PARTS = {"literal": literal, "rivals": rivals, "scaling": scaling, "out_of_core": out_of_core, "gpu": gpu}
 
 
-def make_stack(layers: int, d_out: int, d_in: int, seed: int = 0) -> Stack:
-    """A second task: pretrained, merged and incoming weights with decaying spectra."""
-    generator = torch.Generator().manual_seed(seed)
+def table(rows: list[dict[str, object]]) -> str:
+    """Rows as Markdown.
 
-    def decaying(scale: float) -> torch.Tensor:
-        noise = torch.randn(layers, d_out, d_in, generator=generator)
-        return scale * noise * torch.linspace(1, 0.05, d_in).square()
-
-    base = decaying(1.0)
-    names = tuple(f"vision.{index}.q" for index in range(layers))
-    return Stack(names, 2, base, base + decaying(0.01), base + decaying(0.01))
+    Example:
+        >>> print(table([{"a": 1, "b": 2.345}]))
+        | a | b |
+        |---|---|
+        | 1 | 2.35 |
+    """
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [
+        [f"{value:.3g}" if isinstance(value, float) else str(value) for value in map(row.get, keys)] for row in rows
+    ]
+    return (
+        "\n".join(f"| {' | '.join(row)} |" for row in [keys, ["---"] * len(keys), *cells])
+        .replace("| --- ", "|---")
+        .replace("--- |", "---|")
+    )
 
 
 def main() -> None:
-    """Measure, print a table, write ``benchmarks/results.json``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    """Measure the parts that are asked for, print their tables, write them to ``benchmarks/results.json``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", default=["literal"], choices=[*PARTS, []], metavar="PART")
     parser.add_argument("--width", type=int, default=256, help="d_in; 768 is ViT-B/32 (the literal form takes minutes)")
-    parser.add_argument("--layers", type=int, default=6, help="square matrices; a third as many are four times as tall")
+    parser.add_argument("--layers", type=int, default=6, help="literal: square matrices")
+    parser.add_argument("--blocks", type=int, default=12, help="rivals: transformer blocks")
+    parser.add_argument("--steps", type=int, default=50, help="rivals: steps of WUDI-Merging")
+    parser.add_argument("--methods", nargs="*", help="rivals: these alone")
+    parser.add_argument("--peer", help="rivals: interpreter with fusion_bench")
+    parser.add_argument(
+        "--llama_layers", type=int, nargs="*", default=[1, 2, 4], help="out_of_core: 28 is 3 B parameters"
+    )
+    parser.add_argument("--scratch", help="out_of_core: folder with room for six times the model")
+    parser.add_argument(
+        "--fold_options", nargs=argparse.REMAINDER, default=[], help="out_of_core: for `safemerge fold`"
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results.json")
     arguments = parser.parse_args()
-    width, layers = arguments.width, arguments.layers
-    ranks = {"scoring_rank": max(1, width // 6), "recovery_rank": max(1, width // 12), "task_rank": max(1, width // 96)}
-    method = SafeMerge(**ranks)
-    rows = []
-    method.fold_stack(make_stack(1, width, width))  # libraries load and threads start outside the clock
-    for d_out, count in ((width, layers), (4 * width, max(1, layers // 3))):
-        stack = make_stack(count, d_out, width)
-        with PeakMemory() as peak:
-            start = time.perf_counter()
-            method.fold_stack(stack)
-            ours = time.perf_counter() - start
-        start = time.perf_counter()
-        for index, layer in enumerate(stack.layers):
-            parts = (part[index] for part in (stack.pretrained, stack.merged, stack.incoming))
-            reference_fold(*parts, layer=layer, index=2, settings=Settings(**ranks))
-        literal = time.perf_counter() - start
-        rows.append({"shape": [count, d_out, width], "ours_s": ours, "literal_s": literal, "ratio": literal / ours})
-        memory = "-" if peak.mib is None else f"{peak.mib:.0f} MiB"
-        print(f"{count:>3} x {d_out} x {width}   ours {ours:7.2f} s   literal {literal:7.2f} s   "
-              f"{literal / ours:5.1f} times faster   peak {memory}")  # fmt: skip
-    total = sum(row["literal_s"] for row in rows) / sum(row["ours_s"] for row in rows)
-    print(f"all {total:.1f} times faster with {torch.get_num_threads()} threads")
-    write_json(arguments.output, {"rows": rows, "threads": torch.get_num_threads(), "environment": environment()})
+    content: dict[str, object] = {"threads": torch.get_num_threads(), "environment": environment()}
+    for part in arguments.parts:
+        rows = PARTS[part](arguments)
+        print(f"\n{part}, {torch.get_num_threads()} threads\n\n{table(rows)}", flush=True)
+        content[part] = rows
+        write_json(arguments.output, content)
 
 
 if __name__ == "__main__":

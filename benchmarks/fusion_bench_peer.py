@@ -1,0 +1,61 @@
+"""Time merging methods of fusion_bench; run by ``benchmarks rivals`` in an interpreter that has it installed."""
+
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def main() -> None:
+    """Arguments: path of the models, threads, steps of WUDI, and one method; prints a line of JSON at the end."""
+    path, threads, steps, name = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(threads)
+    from fusion_bench import BaseModelPool
+    from fusion_bench import method as methods
+    from fusion_bench.method.opcm.opcm_general import OPCM
+
+    states = torch.load(path, weights_only=True)
+    models = {key: Model(state) for key, state in states.items()}
+    start = {
+        "Task Arithmetic": lambda: methods.TaskArithmeticAlgorithm(scaling_factor=0.3),
+        "Ties-Merging": lambda: methods.TiesMergingAlgorithm(
+            scaling_factor=0.3, threshold=20, remove_keys=[], merge_func="sum"
+        ),
+        "Iso-C": lambda: methods.IsotropicMergingInCommonSubspace(scaling_factor=1.0, exclude_keys=[]),
+        "TSV-M": lambda: methods.TaskSingularVectorMerging(alpha=1.0, exclude_keys=[]),
+        "OPCM": lambda: OPCM(alpha=0.5, shuffle_order=False, save_on_every_step=False),
+        "WUDI-Merging": lambda: methods.WUDIMerging(iter_num=steps, exclude_keys=[]),
+    }[name]
+    algorithm: Any = start()
+    pool = BaseModelPool(models)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.perf_counter()
+    algorithm.run(pool)
+    seconds = time.perf_counter() - begin
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print("\n" + json.dumps({"seconds": seconds, "peak_mib": peak}))
+
+
+class Model(nn.Module):
+    """Linear layers and loose parameters by the names of a state dict."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in state.items():
+            *path, last = name.split(".")
+            place: nn.Module = self
+            for depth, part in enumerate(path):
+                if not hasattr(place, part):
+                    linear = depth == len(path) - 1 and tensor.ndim == 2 and "embed" not in name
+                    child = nn.Linear(*tensor.shape[::-1], bias=False) if linear else nn.Module()
+                    place.add_module(part, child)
+                place = getattr(place, part)
+            setattr(place, last, nn.Parameter(tensor))
+
+
+if __name__ == "__main__":
+    main()
