@@ -1,4 +1,4 @@
-"""How a fold grows with layers, width, tasks and ranks; each figure beside what its matrix products alone would take."""
+"""How a fold grows with layers, width, tasks and ranks; each figure beside what its products alone would take."""
 
 import argparse
 import time
