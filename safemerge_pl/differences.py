@@ -91,7 +91,7 @@ def likeness(pretrained: Checkpoint, names: Mapping[str, str], incoming: Checkpo
     for name in largest:
         a, b = pretrained[name], incoming[names[name]]
         if a.shape == b.shape and not b.is_meta:
-            a, b = a.double(), b.double()
+            a, b = a.detach().double(), b.detach().double()
             dot, ours, theirs = (
                 dot + float((a * b).sum()),
                 ours + float(a.square().sum()),
