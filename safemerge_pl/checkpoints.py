@@ -110,7 +110,7 @@ def _open_file(path: Path, source: str, folder: Path | None) -> Checkpoint:
         entries = _read_index(path)
         shards = [path.parent / name for name in sorted(set(entries.values()))]
         tensors: dict[str, Tensor] = {}
-        if path.name == "model.safetensors.index.json":
+        if path.name.endswith(".safetensors.index.json"):
             opened: Checkpoint = Safetensors(shards, source, folder)
         else:
             for shard in shards:

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,7 +197,7 @@ def _check() -> None:
 
 
 def _fold() -> None:
-    """Fold one model, from command line options."""
+    """Fold one model or several, from command line options."""
     from jsonargparse import ArgumentParser
 
     import safemerge_pl.methods  # noqa: F401  # short class paths work for imported classes only
@@ -206,16 +207,21 @@ def _fold() -> None:
     parser.add_argument("--config", "-c", action="config")
     parser.add_function_arguments(fold_once)
     config = parser.instantiate_classes(parser.parse_args())
+    sys.argv = [Path(sys.argv[0]).name.replace("__main__.py", "safemerge"), "fold", *sys.argv[1:]]  # for the model card
     options = {key: value for key, value in vars(config).items() if key != "config"}
+    before = time.perf_counter()
     merger = fold_once(**options)
-    report = merger.reports[-1]
-    print(
-        f"{merger.method.label}: folded '{report.task}' as task {report.index} in {report.seconds:.1f} s, "
-        f"{report.kept_fraction:.0%} of its entries in {len(report.layers)} layers"
-    )
-    for note in report.notes:
-        print(f"note: {note}")
-    print(f"merged model: {options['output']}")
+    seconds = time.perf_counter() - before
+    count = 1 if isinstance(options["incoming"], str) else len(options["incoming"])
+    for report in merger.reports[-count:]:
+        print(
+            f"{merger.method.label}: folded '{report.task}' as task {report.index} in {report.seconds:.1f} s, "
+            f"{report.kept_fraction:.0%} of its entries in {len(report.layers)} layers"
+        )
+        for note in report.notes:
+            print(f"note: {note}")
+    tasks = f"{len(merger.tasks)} task{'' if len(merger.tasks) == 1 else 's'}"
+    print(f"merged model: {options['output']}, {tasks}, SHA-256 {report.merged}, {seconds:.1f} s")
 
 
 def _study() -> None:

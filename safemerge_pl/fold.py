@@ -1,60 +1,149 @@
-"""The everyday job: fold one more model into the deployed one."""
+"""The everyday job: fold one more model, or several, into the deployed one."""
 
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
+from safemerge_pl.checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.differences import Mismatch
-from safemerge_pl.folders import OutputDtype, check_output
+from safemerge_pl.folders import STATE_FILE, check_output
+from safemerge_pl.foreign import WEIGHT_ENDINGS
+from safemerge_pl.locks import output_lock
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
+from safemerge_pl.saving import require_output
+from safemerge_pl.side_files import OutputDtype
+from safemerge_pl.weights import parse_size
 
 __all__ = ["fold_once"]
+
+_IN_MEMORY = 4 * 10**9
+"""Bytes of a whole model in float32 up to which its merge is kept in memory."""
 
 
 def fold_once(
     pretrained: str,
-    incoming: str,
+    incoming: list[str] | str,
     output: str,
     merged: str | None = None,
     method: MergeMethod | None = None,
-    task: str | None = None,
+    task: list[str] | str | None = None,
     layers: list[str] | None = None,
     dtype: OutputDtype = "same",
     device: str = "cpu",
     on_mismatch: Mismatch = "error",
+    max_shard_size: int | str = "5GB",
+    copy_code: bool = False,
+    low_memory: bool | None = None,
 ) -> ContinualMerger:
     """Fold a fine-tuned model into yesterday's merge (or start one) and write the new merge as a model folder.
 
     Args:
         pretrained: the model that all others were fine-tuned from: folder, file or hub id.
-        incoming: the model to fold in: folder, file or hub id.
+        incoming: the model to fold in: folder, file or hub id; or a list of them, folded in this order and written
+            once, after the last.
         output: folder to write; new, empty, or an earlier merge, which is replaced in one step.
         merged: folder of an earlier merge to continue; it may be the output.
         method: how to merge; by default SAFE-Merge, or the method of the earlier merge with its settings.
-        task: name of the task; by default the name of the incoming folder or file.
+        task: name of the task, or a list of names; by default those of the incoming folders or files.
         layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
         dtype: dtype of the written weights; float32 masters are kept beside in any case.
         device: where the arithmetic runs.
         on_mismatch: "pretrained" also takes models of another image size or vocabulary, with the pretrained rows.
+        max_shard_size: weights above this size are written in shards, with an index.
+        copy_code: also copy the model's own Python files. They are never run here.
+        low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
+            at a time; by default for models that take more than 4 GB in float32.
 
     Returns:
-        The merger after the fold.
+        The merger after the fold; of one in low memory the weights are in the output alone.
 
     Raises:
         CheckpointError: if anything does not fit; the output is then as it was.
     """
-    inputs = tuple(path for path in (Path(pretrained), Path(incoming)) if path.is_dir())
-    check_output(Path(output), inputs)
-    if merged is None and (Path(output) / "merge_state.json").exists():
-        raise CheckpointError(
-            f"the output {output} holds an earlier merge: continue it with --merged {output}, or name a new folder."
-        )
-    if merged is None:
-        merger = ContinualMerger(pretrained, method, layers=layers, device=device, on_mismatch=on_mismatch)
-    else:
-        merger = ContinualMerger.load(
-            merged, pretrained, method=method, layers=layers, device=device, on_mismatch=on_mismatch
-        )
-    merger.fold(open_checkpoint(incoming), task or Path(incoming).stem)
-    merger.save(output, dtype=dtype)
+    sources = [incoming] if isinstance(incoming, str) else list(incoming)
+    tasks = _tasks(task, sources)
+    parse_size(max_shard_size)
+    options: dict[str, Any] = {"layers": layers, "device": device, "on_mismatch": on_mismatch}
+    check_output(Path(output), _inputs(pretrained, sources, merged, output))
+    place = Path(output).resolve()
+    with output_lock(place), _workspace(place, pretrained, low_memory) as workspace:
+        # the lock holds from reading yesterday's merge to writing today's
+        if workspace is not None:
+            options["workspace"] = workspace
+        if merged is None:
+            if (place / STATE_FILE).exists():
+                raise CheckpointError(
+                    f"the output {output} holds an earlier merge: continue it with --merged {output}, or name a new "
+                    "folder."
+                )
+            merger = ContinualMerger(pretrained, method, **options)
+        else:
+            merger = ContinualMerger.load(merged, pretrained, method=method, **options)
+        require_output(merger, Path(output), dtype=dtype, max_shard_size=max_shard_size)
+        checkpoints = [_fitting(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
+        for checkpoint, name in zip(checkpoints, tasks, strict=True):
+            merger.fold(checkpoint, name)
+        merger.save(output, dtype=dtype, max_shard_size=max_shard_size, copy_code=copy_code)
     return merger
+
+
+@contextmanager
+def _workspace(output: Path, pretrained: str, low_memory: bool | None) -> Iterator[Path | None]:
+    """A folder beside the output for a merge that stays out of memory, gone at the end; ``None`` for any other."""
+    if low_memory is None:
+        shapes = open_checkpoint(pretrained).shapes().values()
+        low_memory = 4 * sum(math.prod(shape) for shape in shapes) > _IN_MEMORY
+    folder = output.with_name(f".{output.name}.work")
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed; nobody else has the lock
+    try:
+        yield folder if low_memory else None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fitting(merger: ContinualMerger, source: str, task: str) -> Checkpoint:
+    """Open a model and see from its headers that it can be folded, before the first of several is."""
+    try:
+        return merger.check(source, task, values=False)[1]
+    except CheckpointError as error:
+        raise CheckpointError(f"task '{task}': {error}") from error
+
+
+def _tasks(task: list[str] | str | None, sources: Sequence[str]) -> list[str]:
+    """A name for each incoming model."""
+    if not sources:
+        raise CheckpointError("`incoming` is empty: name at least one model.")
+    names = [_name(source) for source in sources] if task is None else [task] if isinstance(task, str) else list(task)
+    if len(names) != len(sources):
+        raise CheckpointError(f"`task` has {len(names)} names for {len(sources)} incoming models; give one for each.")
+    folded = [name.casefold() for name in names]
+    twice = next((name for name in names if folded.count(name.casefold()) > 1), None)
+    if twice is not None:
+        raise CheckpointError(f"two incoming models have the name '{twice}'; give each its own with --task.")
+    return names
+
+
+def _name(source: str) -> str:
+    """Name of a folder or hub model; of a file without its ending.
+
+    Example:
+        >>> _name("models/vit-b.16"), _name("models/mnist.safetensors"), _name("owner/flags@main")
+        ('vit-b.16', 'mnist', 'flags')
+    """
+    path = Path(source)
+    if path.suffix in WEIGHT_ENDINGS and not path.is_dir():
+        return path.stem
+    name = path.name if path.name.strip(".") else path.resolve().name
+    return name if path.exists() else name.partition("@")[0]  # a revision of the hub
+
+
+def _inputs(pretrained: str, sources: Sequence[str], merged: str | None, output: str) -> tuple[Path, ...]:
+    """Local places that the output must not touch; yesterday's merge may be replaced by today's."""
+    places = [Path(source) for source in (pretrained, *sources)]
+    if merged is not None and Path(merged).resolve() != Path(output).resolve():
+        places.append(Path(merged))
+    return tuple(place for place in places if place.exists())

@@ -1,7 +1,7 @@
 """What one fold did, layer by layer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -54,6 +54,10 @@ class FoldReport:
         losses: loss before every step of the inner optimisation and after the last, summed over layers.
         layers: one row a layer.
         notes: what the user should know (an unchanged task, a checkpoint folded before).
+        path: where the incoming model lay, resolved; ``None`` for one in memory.
+        revision: its commit, if it came from the hub.
+        time: when, UTC.
+        version: of this package.
     """
 
     task: str
@@ -67,12 +71,18 @@ class FoldReport:
     losses: tuple[float, ...]
     layers: tuple[LayerReport, ...]
     notes: tuple[str, ...]
+    path: str | None = field(default=None, compare=False)
+    revision: str | None = field(default=None, compare=False)
+    time: str | None = field(default=None, compare=False)
+    version: str | None = field(default=None, compare=False)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "FoldReport":
-        """Undo ``dataclasses.asdict``."""
+        """Undo ``dataclasses.asdict``; entries that a newer version added are passed over."""
+        known = {entry.name for entry in fields(cls)}
         layers = tuple(LayerReport(**layer) for layer in values["layers"])
-        return cls(**{**values, "layers": layers, "losses": tuple(values["losses"]), "notes": tuple(values["notes"])})
+        found = {**values, "layers": layers, "losses": tuple(values["losses"]), "notes": tuple(values["notes"])}
+        return cls(**{name: value for name, value in found.items() if name in known})
 
 
 def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:

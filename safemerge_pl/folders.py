@@ -1,24 +1,30 @@
-"""Write model folders whole or not at all, complete with whatever the base model's folder holds beside its weights."""
+"""Output folders that are written whole or not at all, by one process at a time, and that survive a kill."""
 
+import contextlib
+import ctypes
+import errno
+import glob
 import json
 import os
 import shutil
-import stat
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from torch import Tensor
+from safemerge_pl.checkpoints import CheckpointError
+from safemerge_pl.locks import BusyError, output_lock
 
-from safemerge_pl.checkpoints import Checkpoint, CheckpointError
+__all__ = ["STATE_FILE", "check_output", "read_state", "require_space", "staged_folder"]
 
-__all__ = ["STATE_FILE", "OutputDtype", "check_output", "read_state", "staged_folder", "write_model"]
-
-OutputDtype = Literal["same", "float32", "bfloat16", "float16"]
 STATE_FILE = "merge_state.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
+_WEIGHTS = tuple(
+    f"{stem}{ending}"
+    for stem in ("model", "open_clip_model", "merge_master")
+    for ending in (".safetensors", "-?????-of-?????.safetensors", ".safetensors.index.json")
+)
 
 
 def check_output(folder: Path, inputs: tuple[Path, ...] = ()) -> None:
@@ -33,22 +39,37 @@ def check_output(folder: Path, inputs: tuple[Path, ...] = ()) -> None:
     resolved = folder.resolve()
     if resolved == Path.cwd() or resolved in Path.cwd().parents:
         raise CheckpointError(f"the output {folder} is or holds the current folder; name another folder.")
-    for source in inputs:
-        if resolved == source.resolve() or source.resolve() in resolved.parents:
+    for source in (path.resolve() for path in inputs):
+        if resolved == source or source in resolved.parents:
             raise CheckpointError(f"the output {folder} is or lies inside the input {source}; name another folder.")
+        if resolved in source.parents:
+            raise CheckpointError(f"the output {folder} holds the input {source}; name another folder.")
+    if folder.is_symlink() and not folder.exists():
+        raise CheckpointError(f"the output {folder} is a link to a place that is gone; name another folder.")
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"the output {folder} is a file; name a folder.")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / STATE_FILE).exists():
         raise CheckpointError(f"the output {folder} is not empty and holds no earlier merge; name a new folder.")
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    probe = parent / f".safemerge-probe-{os.getpid()}"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
+    if os.path.ismount(resolved):
         raise CheckpointError(
-            f"the output {folder} cannot be written ({error.strerror}); name another folder."
-        ) from error
+            f"the output {folder} is a mount point, which cannot be replaced in one step; name a folder inside it."
+        )
+    _probe(folder, resolved)
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Refuse an output that the disk has no room for; an earlier output stays beside it until it is whole.
+
+    Raises:
+        CheckpointError: if less than ``needed`` bytes are free.
+    """
+    place = _nearest(folder.resolve())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise CheckpointError(
+            f"the output {folder} needs about {needed / 1e6:,.1f} MB and {place} has {free / 1e6:,.1f} MB free; free "
+            "some space or name a folder on another disk."
+        )
 
 
 @contextmanager
@@ -56,61 +77,28 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     """Give an empty folder to write in; on success it takes the place of ``folder``, on failure it vanishes.
 
     Files in an earlier ``folder`` that the earlier merge did not write are carried over.
+
+    Raises:
+        CheckpointError: if the place cannot be used, is in use, or the disk fails; what was there stays.
     """
     check_output(folder)
-    folder = folder.resolve()  # behind a link: the link stays, its target is replaced
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
+    target = folder.resolve()  # behind a link: the link stays, its target is replaced
+    staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
-        yield staging
-        written = sorted(path.name for path in staging.iterdir())
-        state = json.loads((staging / STATE_FILE).read_text())
-        (staging / STATE_FILE).write_text(json.dumps(state | {"files": written}, indent=1))
-        _carry_over(folder, staging)
-        for path in staging.rglob("*"):
-            if path.is_file():
-                _flush(path)
-        _swap(staging, folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def write_model(staging: Path, base: Checkpoint, replaced: Mapping[str, Tensor], dtype: OutputDtype = "same") -> None:
-    """Write ``model.safetensors`` and every other file of the base model's folder.
-
-    Args:
-        staging: folder to write in.
-        base: the pretrained model; its folder, if it has one, gives configuration, tokenizer and processor files.
-        replaced: merged tensors by the base's names; all others are written as the base has them.
-        dtype: dtype of the floating-point tensors; ``"same"`` keeps that of each tensor in the base.
-    """
-    from safetensors.torch import save_file
-
-    tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name in base:
-        original = base[name]
-        tensor = replaced.get(name, original)
-        if original.is_floating_point():
-            tensor = tensor.to(original.dtype if dtype == "same" else getattr(torch, dtype))
-        tensor = tensor.contiguous()
-        if tensor.untyped_storage().data_ptr() in storages:
-            tensor = tensor.clone()  # a tied tensor or a view: safetensors stores no aliases
-        storages.add(tensor.untyped_storage().data_ptr())
-        tensors[name] = tensor
-    save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-    if base.folder is not None:
-        for path in sorted(base.folder.iterdir()):
-            if path.is_file() and not path.name.endswith((*_WEIGHT_SUFFIXES, ".index.json", ".py")):
-                shutil.copyfile(path, staging / path.name)
-    config = staging / "config.json"
-    if config.exists() and dtype != "same":
-        settings = json.loads(config.read_text())
-        settings["dtype"] = dtype
-        settings.pop("torch_dtype", None)
-        config.write_text(json.dumps(settings, indent=2))
+        with output_lock(target) as locked:
+            _sweep(target, locked)
+            staging.mkdir(parents=True)
+            try:
+                yield staging
+                _complete(staging, target)
+                _swap(staging, target)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"the output {folder} could not be written ({error}); what was there before is untouched. Mend that, or "
+            "name another folder, and do it again: the result will be the same."
+        ) from error
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -137,44 +125,118 @@ def read_state(folder: Path) -> dict[str, Any]:
     return complete
 
 
-def _carry_over(folder: Path, staging: Path) -> None:
-    """Copy what the user put into an earlier output."""
-    if not (folder / STATE_FILE).exists():
-        return
-    ours = set(read_state(folder).get("files", ()))
-    for path in folder.iterdir():
-        if path.name in ours or (staging / path.name).exists():
-            continue
-        if path.is_dir():
-            shutil.copytree(path, staging / path.name)
-        else:
-            shutil.copyfile(path, staging / path.name)
+def _nearest(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
-def _flush(path: Path) -> None:
-    """Give the file the permissions of the folder's place (safetensors writes for the owner alone), and sync it."""
-    path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def _probe(folder: Path, resolved: Path) -> None:
+    """See that a folder can be made beside the output, where it is written before it takes its place."""
+    probe = resolved.with_name(f".{resolved.name}.probe-{os.getpid()}")
+    try:
+        if probe.parent.exists():
+            probe.mkdir()
+            with contextlib.suppress(FileNotFoundError):  # swept away by a process that has the lock
+                probe.rmdir()
+        elif not os.access(_nearest(probe), os.W_OK):
+            raise PermissionError(errno.EACCES, "Permission denied")
+    except OSError as error:
+        raise CheckpointError(
+            f"the output {folder} cannot be written ({error.strerror}); name another folder."
+        ) from error
+
+
+def _sweep(folder: Path, locked: bool) -> None:
+    """Remove what killed processes left beside an output; who has the lock knows that they are gone."""
+    kinds = ("partial", "probe", "old") if folder.exists() else ("partial", "probe")
+    for path in (path for kind in kinds for path in _beside(folder, kind)):
+        if locked or not _alive(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _beside(folder: Path, kind: str) -> list[Path]:
+    return sorted(folder.parent.glob(f".{glob.escape(folder.name)}.{kind}-*"))
+
+
+def _alive(path: Path) -> bool:
+    """Whether the process whose number ends a name still runs; only asked where there are no locks."""
+    number = int(path.name.rpartition("-")[2])
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return number != os.getpid()
+
+
+def _complete(staging: Path, folder: Path) -> None:
+    """Add what the user put into an earlier output, and see that all of it is on the disk."""
+    written = sorted(path.name for path in staging.iterdir())
+    state = json.loads((staging / STATE_FILE).read_text())
+    (staging / STATE_FILE).write_text(json.dumps(state | {"files": written}, indent=1, allow_nan=False))
+    if (folder / STATE_FILE).exists():
+        ours = set(read_state(folder).get("files", ()))
+        for path in folder.iterdir():
+            # weights are never carried over: an earlier shard beside new ones would be read with them
+            if path.name in ours or (staging / path.name).exists() or any(map(path.match, _WEIGHTS)):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, staging / path.name, symlinks=True)
+            else:
+                shutil.copyfile(path, staging / path.name, follow_symlinks=False)
+    for path in (*staging.rglob("*"), staging):
+        if not path.is_symlink() and (path.is_file() or (path.is_dir() and os.name == "posix")):
+            _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _recover(folder: Path) -> None:
     """Bring back an earlier output that a kill between the two renames of :func:`_swap` left aside."""
-    aside = sorted(folder.parent.glob(f".{folder.name}.old-*")) if folder.name else []
-    if aside and not folder.exists():
-        aside[-1].rename(folder)
+    folder = folder.resolve()
+    for _ in range(100):
+        aside = [path for path in _beside(folder, "old") if (path / STATE_FILE).exists()]
+        if not folder.name or folder.exists() or not aside:
+            return
+        try:
+            with output_lock(folder):
+                if not folder.exists():
+                    os.rename(aside[-1], folder)
+            return
+        except BusyError:  # a living process is between its two renames
+            time.sleep(0.02)
+        except (CheckpointError, OSError):  # a reader who may not write there
+            return
 
 
 def _swap(staging: Path, folder: Path) -> None:
     """Put ``staging`` in the place of ``folder``; a reader sees the old folder or the new one."""
     if not folder.exists():
-        staging.rename(folder)
-        return
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    folder.rename(old)
-    try:
-        staging.rename(folder)
-    except BaseException:
-        old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        os.rename(staging, folder)
+    elif not _exchange(staging, folder):
+        old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+        os.rename(folder, old)
+        try:
+            os.rename(staging, folder)
+        except BaseException:
+            os.rename(old, folder)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the new folder is in its place already
+        _sync(folder.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step (``renameat2`` of Linux); ``False`` where system or file system cannot."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    at_cwd, exchange = -100, 2
+    return rename is not None and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0

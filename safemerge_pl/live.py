@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from safemerge_pl.checkpoints import CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.folders import OutputDtype
 from safemerge_pl.live_lora import adapter_deltas, adapter_names, plain_name
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods.base import MergeMethod
@@ -142,7 +141,7 @@ class LiveMerger(ContinualMerger):
         """Everything needed to continue, as plain values and tensors; not the pretrained weights, only their hash."""
         return {
             "merger": self.state_dict(),
-            "merged": self.merged_parameters() if self.tasks else {},
+            "merged": dict(self.merged_parameters()) if self.tasks else {},
             "adapters": dict(self._adapters),
             "rest": self._rest_hash(),
             "settings": {"restart_from": self.restart_from, "rest": self.rest},
@@ -166,7 +165,7 @@ class LiveMerger(ContinualMerger):
             )
         self._adapters = {name: tensor.clone() for name, tensor in state["adapters"].items()}
 
-    def save(self, folder: str | Path, *, template: Source | None = None, dtype: OutputDtype = "same") -> Path:
+    def save(self, folder: str | Path, *, template: Source | None = None, **options: Any) -> Path:
         """Write a complete model folder, see :meth:`ContinualMerger.save`.
 
         The other files come from ``template``, by default the ``pretrained`` that was given; without either, the
@@ -175,12 +174,12 @@ class LiveMerger(ContinualMerger):
         template = self._origin if template is None else template
         config = getattr(self.module, "config", None)
         if template is not None or not hasattr(config, "save_pretrained"):
-            return super().save(folder, template=template, dtype=dtype)
+            return super().save(folder, template=template, **options)
         with tempfile.TemporaryDirectory() as files:
             config.save_pretrained(files)  # type: ignore[union-attr]
             self.pretrained.folder = Path(files)
             try:
-                return super().save(folder, dtype=dtype)
+                return super().save(folder, **options)
             finally:
                 self.pretrained.folder = None
 

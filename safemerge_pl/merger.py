@@ -3,12 +3,11 @@
 import copy
 import fnmatch
 import functools
-import importlib
 import itertools
-import json
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from safemerge_pl import folders
+from safemerge_pl import saving
 from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.cores import map_on_cores
@@ -32,14 +31,16 @@ from safemerge_pl.layers import (
     select_layers,
     vision_only,
 )
+from safemerge_pl.ledger import ledger_line, provenance
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.preflight import aligned, require_dtype, require_finite, require_fit, require_values
 from safemerge_pl.sharing import Processes
+from safemerge_pl.side_files import OutputDtype
+from safemerge_pl.store import DiskTensors, LazyTensors
+from safemerge_pl.weights import tied_names
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
-
-MASTER_FILE = "merge_master.safetensors"
 
 
 class ContinualMerger:
@@ -50,6 +51,8 @@ class ContinualMerger:
         method: how to merge; SAFE-Merge with its defaults if left out.
         layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
         device: where the arithmetic runs; results stay on the CPU.
+        workspace: folder where merged weights wait between two folds instead of in memory, for models that do not fit;
+            an earlier merge is read from its own folder then. Files in it are removed when they are replaced.
         on_mismatch: ``"pretrained"`` also takes models of another image size or vocabulary, and keeps the pretrained
             rows of their position tables and embeddings; ``"error"`` refuses them.
 
@@ -73,19 +76,23 @@ class ContinualMerger:
         *,
         layers: Sequence[str] | None = None,
         device: str | torch.device = "cpu",
+        workspace: str | Path | None = None,
         on_mismatch: Mismatch = "error",
     ) -> None:
+        self.workspace = None if workspace is None else Path(workspace)
         self.on_mismatch: Mismatch = on_mismatch
         self.method = SafeMerge() if method is None else method
         self.pretrained = _snapshot(pretrained)
-        self._aliases = _tied(self.pretrained)
+        self._aliases = tied_names(self.pretrained)
         shapes = _mergeable(self.pretrained, self._aliases)
         self.layers = select_layers(shapes, layers, self.method.scope)
         self.others = self._rest(layers) if self.method.merges_rest else []
         self.device = torch.device(device)
         self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
         self.reports: list[FoldReport] = []
-        self._merged: dict[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
+        self.ledger: list[str] = []  # a line of JSON a fold
+        self.saved: Path | None = None  # the output that it was read from or written to last
+        self._merged: Mapping[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
         self._caches: dict[tuple[str, ...], dict[str, Tensor]] = {}
         with _exact_arithmetic(self.device):
             for name in self._parameters():
@@ -108,9 +115,10 @@ class ContinualMerger:
             for name, tensor in tensors.items()
         }
 
-    def merged_parameters(self) -> dict[str, Tensor]:
+    def merged_parameters(self) -> Mapping[str, Tensor]:
         """Those parameters that the method merges, float32; not copies: do not change them."""
-        return {name: self._current(name) for name in self._parameters()}
+        found = LazyTensors(self._parameters(), self._current)
+        return dict(found) if self.workspace is None else found
 
     def fingerprint(self) -> str:
         """SHA-256 of the merged layers in float32, the same for every library that stores the model."""
@@ -141,7 +149,7 @@ class ContinualMerger:
         except BaseException:
             self.method.load_state_dict(state)
             raise
-        self._merged.update(staged)
+        self._replace(staged)
         entries = [math.prod(layer.shape) for layer in self._units()]
         report = FoldReport(
             task=task,
@@ -155,8 +163,10 @@ class ContinualMerger:
             losses=tuple(losses),
             layers=tuple(rows),
             notes=tuple(self._notes(checkpoint, rows, hashed)),
+            **provenance(checkpoint),
         )
         self.reports.append(report)
+        self.ledger.append(self._ledger_line(report))
         return report
 
     def check(self, incoming: Source, task: str, *, values: bool = True) -> tuple[dict[str, str], Checkpoint]:
@@ -188,8 +198,16 @@ class ContinualMerger:
         names = require_fit(self.pretrained, self._parameters(), checkpoint, values=False)
         return names, checkpoint, self._hash(lambda name: _sound(checkpoint, names[name]))
 
-    def save(self, folder: str | Path, *, template: Source | None = None, dtype: folders.OutputDtype = "same") -> Path:
-        """Write a complete model folder: weights, the base's other files, state to continue from, and a model card.
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        template: Source | None = None,
+        dtype: OutputDtype = "same",
+        max_shard_size: int | str = "5GB",
+        copy_code: bool = False,
+    ) -> Path:
+        """Write a complete model folder: weights, the base's other files, state, ledger, and a model card.
 
         Args:
             folder: new, empty, or holding an earlier merge, which is replaced in one step.
@@ -197,45 +215,24 @@ class ContinualMerger:
                 names may have other prefixes than those of ``pretrained``.
             dtype: dtype of the written weights. Masters in float32 are always kept beside, so that small updates
                 survive a long stream.
+            max_shard_size: weights above this size are written in shards, with an index.
+            copy_code: also copy the model's own Python files, which some models need to be loaded. They are never run
+                here.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: if the folder cannot be used; what was there stays as it was.
+            CheckpointError: if the folder cannot be used or written; what was there stays as it was.
         """
-        from safetensors.torch import save_file
-
-        folder = Path(folder)
-        base = self.pretrained if template is None else open_checkpoint(template)
-        folders.check_output(folder, () if base.folder is None else (base.folder,))
-        parameters = self.merged_parameters()
-        names = match_names(list(parameters), base)
-        replaced = {names[name]: tensor for name, tensor in parameters.items()}
-        replaced |= {
-            alias: replaced[names[name]] for alias, name in _tied(base).items() if name in names and alias in base
-        }
-        with folders.staged_folder(folder) as staging:
-            folders.write_model(staging, base, replaced, dtype)
-            save_file(
-                {name: tensor.contiguous() for name, tensor in parameters.items()},
-                staging / MASTER_FILE,
-                metadata={"format": "pt"},
-            )
-            (staging / folders.STATE_FILE).write_text(json.dumps(self.state_dict(), indent=1))
-            (staging / "README.md").write_text(self._model_card(base, dtype))
-        return folder
+        saving.save_merge(
+            self, Path(folder), template=template, dtype=dtype, max_shard_size=max_shard_size, copy_code=copy_code
+        )
+        return Path(folder)
 
     @classmethod
     def load(
-        cls,
-        folder: str | Path,
-        pretrained: Source,
-        *,
-        method: MergeMethod | None = None,
-        layers: Sequence[str] | None = None,
-        device: str | torch.device = "cpu",
-        on_mismatch: Mismatch = "error",
+        cls, folder: str | Path, pretrained: Source, *, method: MergeMethod | None = None, **options: Any
     ) -> "ContinualMerger":
         """Continue a saved merge, bit-identical to not having stopped.
 
@@ -243,18 +240,12 @@ class ContinualMerger:
             folder: written by :meth:`save`.
             pretrained: the same pretrained model as then.
             method: the same method as then; rebuilt from the saved settings if left out.
-            layers: as for the constructor, the same as then.
-            device: as for the constructor.
-            on_mismatch: as for the constructor.
+            options: others of the constructor; ``layers`` the same as then.
 
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
-        state = folders.read_state(Path(folder))
-        method = method or _rebuild_method(state["method"])
-        merger = cls(pretrained, method, layers=layers, device=device, on_mismatch=on_mismatch)
-        merger.load_state_dict(state, open_checkpoint(Path(folder) / MASTER_FILE))
-        return merger
+        return saving.load_merge(cls, Path(folder), pretrained, method=method, options=options)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, as plain values: tasks and reports, method, hashes."""
@@ -295,35 +286,22 @@ class ContinualMerger:
             raise CheckpointError(f"the merge was made with other settings ({'; '.join(changed)}); use the same ones.")
         checkpoint = open_checkpoint(weights)
         names = match_names(self._parameters(), checkpoint)
-        merged = {name: checkpoint[theirs].detach().float().cpu().clone() for name, theirs in names.items()}
+        merged: Mapping[str, Tensor] = LazyTensors(
+            list(names), lambda name: checkpoint[names[name]].detach().float().cpu()
+        )
+        if self.workspace is None:
+            merged = {name: tensor.clone() for name, tensor in merged.items()}
         if self._hash(merged.__getitem__) != state["merged"]:
             raise CheckpointError(
                 f"{checkpoint.source}: the merged weights are not those that the state was saved with."
             )
         self.method.load_state_dict(saved["state"])
-        self._merged = merged
+        self._replace(merged)
         self.reports = [FoldReport.from_dict(report) for report in state["reports"]]
+        self.ledger = [self._ledger_line(report) for report in self.reports]
 
-    def _model_card(self, base: Checkpoint, dtype: str) -> str:
-        """README of the written folder."""
-        lines = [
-            "# Merged model",
-            "",
-            f"Merged by safemerge_pl with {self.method.label} from `{base.source}`; weights stored as {dtype}.",
-            "Float32 masters and the state to continue from lie beside: `ContinualMerger.load(folder, pretrained)`.",
-            "",
-            "| # | task | incoming model | SHA-256 of its merged layers | kept |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {r.index} | {r.task} | `{r.source}` | `{r.incoming[:16]}` | {r.kept_fraction:.1%} |"
-                for r in self.reports
-            ),
-            "",
-            f"Merged layers: `{self.fingerprint()}`. Pretrained layers: `{self.reference}`.",
-            "",
-            "Settings: " + ", ".join(f"{key}={value}" for key, value in self.method.settings().items()) + ".",
-        ]
-        return "\n".join(lines) + "\n"
+    def _ledger_line(self, report: FoldReport) -> str:
+        return ledger_line(report, self.method.label, self.method.settings())
 
     def _rest(self, patterns: Sequence[str] | None) -> list[MergeLayer]:
         """Every floating-point tensor that is in no stack, under its own name; tied ones once."""
@@ -357,9 +335,9 @@ class ContinualMerger:
 
     def _merge(
         self, checkpoint: Checkpoint, names: dict[str, str]
-    ) -> tuple[dict[str, Tensor], list[LayerReport], list[float], float]:
+    ) -> tuple[MutableMapping[str, Tensor], list[LayerReport], list[float], float]:
         """New parameters, a report row a unit, the summed losses, and the seconds of the inner optimisations."""
-        staged: dict[str, Tensor] = {}
+        staged = self._room()
         rows: dict[str, LayerReport] = {}
         losses: list[float] = []
         solving = 0.0
@@ -371,9 +349,10 @@ class ContinualMerger:
                         f"layer {layer.name}: scores, loss or merged weights are not finite; its task vector (norm "
                         f"{row.task_norm:.3g}) or `lr` is too large."
                     )
-                if layer.parameter not in staged:
-                    staged[layer.parameter] = self._current(layer.parameter).clone()
-                layer.view(staged[layer.parameter]).copy_(matrix)
+                name = layer.parameter
+                whole = staged[name] if name in staged else self._current(name).clone()
+                layer.view(whole).copy_(matrix)
+                staged[name] = whole
             rows |= {row.layer: row for row in stack_rows}
             solving += result.solve_seconds
             if result.losses is not None:
@@ -422,16 +401,31 @@ class ContinualMerger:
         stacks = [self._read_stack(layers, checkpoint, names) for layers in self.processes.mine(batch)]
         return map_on_cores(fold, stacks) if on_cores else [fold(stack) for stack in stacks]
 
-    def _rescale(self, staged: dict[str, Tensor]) -> None:
-        """Apply the method's factor to the accumulated vectors, in place."""
+    def _room(self) -> MutableMapping[str, Tensor]:
+        """Where the next merged weights go until they are whole."""
+        if self.workspace is None:
+            return {}
+        folder = self.workspace / str(len(self.reports) + 1)
+        shutil.rmtree(folder, ignore_errors=True)  # of a fold that failed
+        return DiskTensors(folder)
+
+    def _replace(self, merged: Mapping[str, Tensor]) -> None:
+        """Take new merged weights for the old ones."""
+        old, self._merged = self._merged, merged
+        if isinstance(old, DiskTensors):
+            old.close()
+
+    def _rescale(self, staged: MutableMapping[str, Tensor]) -> None:
+        """Apply the method's factor to the accumulated vectors."""
         if type(self.method).rescale is MergeMethod.rescale:
             return
-        bases = {name: self.pretrained[name].float() for name in staged}
-        norm = sum(float((staged[name] - base).double().square().sum()) for name, base in bases.items()) ** 0.5
-        factor = self.method.rescale(norm)
-        if factor != 1.0:
-            for name, base in bases.items():
-                staged[name].sub_(base).mul_(factor).add_(base)
+        norm = 0.0
+        for name, tensor in staged.items():
+            norm += float((tensor - self.pretrained[name].float()).double().square().sum())
+        factor = self.method.rescale(norm**0.5)
+        for name in list(staged) if factor != 1.0 else ():
+            base = self.pretrained[name].float()
+            staged[name] = staged[name].sub_(base).mul_(factor).add_(base)
 
     def _vectors(self, checkpoint: Checkpoint, names: dict[str, str]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Name, accumulated vector and task vector of everything that is merged, one at a time."""
@@ -500,19 +494,6 @@ def _mergeable(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> dict[str, 
     return {name: shape for name, shape in shapes.items() if name in known or is_floating(checkpoint, name)}
 
 
-def _tied(checkpoint: Checkpoint) -> dict[str, str]:
-    """Further names of tensors in memory that are one and the same -> the first name (B5: merged once, not twice)."""
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
-    aliases: dict[str, str] = {}
-    for name in checkpoint:
-        place = checkpoint.storage(name)
-        if place is not None:
-            known = first.setdefault((place, checkpoint.shape(name)), name)
-            if known != name:
-                aliases[name] = known
-    return aliases
-
-
 def _snapshot(pretrained: Source) -> Checkpoint:
     """The pretrained model; copied where somebody else could change its tensors."""
     checkpoint = open_checkpoint(pretrained)
@@ -522,18 +503,9 @@ def _snapshot(pretrained: Source) -> Checkpoint:
         return checkpoint
     for name in checkpoint:
         require_values(checkpoint[name], name, checkpoint.source)
-    aliases = _tied(checkpoint)
+    aliases = tied_names(checkpoint)
     tensors = {name: checkpoint[name].detach().cpu().clone() for name in checkpoint if name not in aliases}
     tensors |= {alias: tensors[name] for alias, name in aliases.items()}
     snapshot = open_checkpoint({name: tensors[name] for name in checkpoint})
     snapshot.source = checkpoint.source
     return snapshot
-
-
-def _rebuild_method(saved: dict[str, Any]) -> MergeMethod:
-    """A method of this package from its saved settings; no other module is ever imported by name."""
-    module, _, name = saved["class_path"].rpartition(".")
-    if not module.startswith("safemerge_pl.methods."):
-        raise CheckpointError(f"the merge was made with {saved['class_path']}; pass that method as `method`.")
-    method: MergeMethod = getattr(importlib.import_module(module), name)(**saved["init_args"])
-    return method

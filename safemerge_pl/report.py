@@ -5,6 +5,7 @@ A *report* is a dictionary of plain values: ``tasks``, ``controls``, ``method``,
 shares in [0, 1].
 """
 
+import io
 import json
 import os
 import platform
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = ["console_table", "environment", "markdown", "matrix_figure", "stream_figure", "write_json", "write_text"]
+__all__ = [
+    "console_table",
+    "environment",
+    "markdown",
+    "matrix_figure",
+    "stream_figure",
+    "write_figure",
+    "write_json",
+    "write_text",
+]
 
 Report = dict[str, Any]
 _COLUMNS = ("ACC", "Gen", "H", "BWT")
@@ -142,19 +152,30 @@ def environment() -> dict[str, str]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file under a temporary name and rename it: a reader never sees a half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    _replace(path, text.encode())
+
+
+def write_figure(path: Path, figure: "Figure") -> None:
+    """A PNG file, written as :func:`write_text` does."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    _replace(path, image.getvalue())
 
 
 def write_json(path: Path, content: Report) -> None:
     """Strict JSON (undefined values are left out, never NaN), written as :func:`write_text` does."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _percent(value: float | None) -> str:

@@ -38,14 +38,14 @@ class SetScore(ABC):
 
     @abstractmethod
     def count(self, batch: Any) -> Tensor:
-        """Counts of a batch, of the shape of :meth:`zero`, on the CPU.
-
-        Raises:
-            FloatingPointError: if the model's answer is NaN or Inf.
-        """
+        """Counts of a batch, of the shape of :meth:`zero`, on any device."""
 
     def value(self, counts: Tensor) -> tuple[float, int]:
-        """The set's score and the number of examples in it; by default counts are ``(right, counted)``."""
+        """The set's score and the number of examples in it; by default counts are ``(right, counted)``.
+
+        Raises:
+            FloatingPointError: if an answer of the model was NaN or Inf.
+        """
         right, counted = counts.tolist()
         return right / counted if counted else 0.0, counted
 
@@ -68,16 +68,22 @@ class ZeroShotScore(SetScore):
         return normalize(forward_on_cores(self.backbone, inputs).float(), dim=-1) @ self.head.T
 
     def zero(self) -> Tensor:
-        """See :class:`SetScore`."""
-        return torch.zeros(2, dtype=torch.int64)
+        """Right answers, images, and images without an answer, ``(3,)``."""
+        return torch.zeros(3, dtype=torch.int64)
 
     def count(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Right answers and images of a batch ``(pixels, labels)``."""
+        """See :class:`SetScore`; a batch is ``(pixels, labels)``. Nothing waits for the device here."""
         pixels, labels = batch
         logits = self(pixels)
-        if not torch.isfinite(logits).all():
+        right, broken = logits.argmax(1) == labels, ~torch.isfinite(logits).all(1)
+        return torch.stack([right.sum(), torch.ones_like(labels).sum(), broken.sum()])
+
+    def value(self, counts: Tensor) -> tuple[float, int]:
+        """See :class:`SetScore`."""
+        right, counted, broken = counts.tolist()
+        if broken:
             raise FloatingPointError(f"the logits on '{self.name}' hold NaN or Inf: a weight or an image is broken.")
-        return torch.tensor([int((logits.argmax(1) == labels).sum()), len(labels)])
+        return right / counted if counted else 0.0, counted
 
 
 class Scorer:
@@ -102,7 +108,8 @@ class Scorer:
     def count(self, name: str, batch: Any) -> None:
         """Add a batch to a set's counts."""
         scoring = self.add(name)
-        self._counts[name] = self._counts.get(name, scoring.zero()) + scoring.count(batch)
+        counts = scoring.count(batch)
+        self._counts[name] = self._counts[name] + counts if name in self._counts else counts
 
     def take(self, name: str) -> tuple[float, int]:
         """Score of a set over all processes, and the examples counted; starts the count anew.

@@ -111,6 +111,7 @@ class Study:
         title: above the table.
         pretrained: the row of the pretrained model.
         individual: the row of the experts on their own.
+        sets: tasks or control sets that get a column of their own in the tables; every set is in ``study.json``.
         overhead: add iterations, times and memory to the table.
         jobs: processes that measure cells side by side, each with its share of the threads. Times and memory of an
             overhead table are only comparable with one. In a script, more than one needs the usual
@@ -131,6 +132,7 @@ class Study:
         title: str = "Study",
         pretrained: bool = True,
         individual: bool = True,
+        sets: list[str] | None = None,
         overhead: bool = False,
         jobs: int = 1,
         device: str = "cpu",
@@ -143,7 +145,7 @@ class Study:
             )
         self.backbone, self.streams, self.rows, self.experts = backbone, streams, rows, experts
         self.orders: list[int | None] = [None] if orders is None else orders
-        self.figures = figures or []
+        self.figures, self.sets = figures or [], sets or []
         self.folder, self.title, self.overhead = Path(folder), title, overhead
         if jobs < 1:
             raise MisconfigurationException(f"`jobs` must be at least 1, got {jobs}.")
@@ -170,6 +172,11 @@ class Study:
         cells = self.cells()
         for figure in self.figures:
             _check_figure(figure, self)
+        unknown = [
+            name for name in self.sets if not any(name in (*d.stream, *d.controls) for d in self.streams.values())
+        ]
+        if unknown:
+            raise MisconfigurationException(f"`sets`: no stream has a set {', '.join(unknown)}.")
         sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
         blank = pickle.dumps(self)  # for other processes, before anything is loaded
         self._load()

@@ -57,15 +57,16 @@ def aggregate(results: Sequence[dict[str, Any]]) -> list[Aggregate]:
 
 
 def table_rows(study: "Study", *, plus_minus: str) -> list[list[str]]:
-    """Cells of the table: name, then four scores a stream, then overhead."""
-    found = aggregate(study.results)
+    """Cells of the table: name, then four scores and the named sets a stream, then overhead."""
+    found, columns = aggregate(study.results), (*_SCORES, *study.sets)
     names = list(dict.fromkeys((entry["row"], repr(entry["varied"])) for entry in found))
     rows = []
     for reference in ("Pre-trained", "Individual"):
         if all(reference in study.references[stream] for stream in study.streams):
             cells = [reference]
             for stream in study.streams:
-                cells += [_cell(study.references[stream][reference].get(score), None, "") for score in _SCORES]
+                row = study.references[stream][reference]
+                cells += [_cell({**row["accuracies"], **row}.get(score), None, "") for score in columns]
             rows.append(cells + [""] * (4 if study.overhead else 0))
     for label, varied in names:
         entries = {e["stream"]: e for e in found if (e["row"], repr(e["varied"])) == (label, varied)}
@@ -73,7 +74,7 @@ def table_rows(study: "Study", *, plus_minus: str) -> list[list[str]]:
         cells = [label + "".join(f", {key}={value}" for key, value in settings.items())]
         for stream in study.streams:
             entry = entries.get(stream, {"mean": {}, "std": {}})
-            cells += [_cell(entry["mean"].get(score), entry["std"].get(score), plus_minus) for score in _SCORES]
+            cells += [_cell(entry["mean"].get(score), entry["std"].get(score), plus_minus) for score in columns]
         if study.overhead:
             mean = next(iter(entries.values()))["mean"]
             solve = f"{mean['solve_seconds']:.2f}" if mean.get("solve_seconds") else "-"
@@ -87,7 +88,7 @@ def table_rows(study: "Study", *, plus_minus: str) -> list[list[str]]:
 def markdown(study: "Study") -> str:
     """The table as Markdown; percent, mean ± standard deviation over orders."""
     orders = ", ".join(str(order) for order in study.orders)
-    heads = [f"{score} ({stream})" for stream in study.streams for score in _SCORES]
+    heads = [f"{score} ({stream})" for stream in study.streams for score in (*_SCORES, *study.sets)]
     heads += ["iterations", "solving s/task", "total s/task", "peak MiB/fold"] if study.overhead else []
     lines = [f"# {study.title}", "", f"Percent; orders {orders}; ± is the sample standard deviation.", ""]
     lines += ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
@@ -99,10 +100,11 @@ def markdown(study: "Study") -> str:
 
 def latex(study: "Study") -> str:
     """The table as a LaTeX ``tabular`` for ``booktabs``."""
-    columns = len(study.streams) * len(_SCORES) + (4 if study.overhead else 0)
-    heads = [score for _ in study.streams for score in _SCORES]
+    scores = (*_SCORES, *study.sets)
+    columns = len(study.streams) * len(scores) + (4 if study.overhead else 0)
+    heads = [_escape(score) for _ in study.streams for score in scores]
     heads += ["Iters.", "Solv. (s)", "Tot. (s)", "Mem. (MiB)"] if study.overhead else []
-    groups = " & ".join(rf"\multicolumn{{4}}{{c}}{{{stream} tasks}}" for stream in study.streams)
+    groups = " & ".join(rf"\multicolumn{{{len(scores)}}}{{c}}{{{stream} tasks}}" for stream in study.streams)
     lines = [
         rf"\begin{{tabular}}{{l{'r' * columns}}}",
         r"\toprule",

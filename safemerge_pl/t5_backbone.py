@@ -127,7 +127,8 @@ class T5Backbone(Backbone):
 
     def decode(self, tokens: Tensor | Sequence[Sequence[int]]) -> list[str]:
         """Texts of tokens ``(N, length)``, without the special ones."""
-        texts: list[str] = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        plain = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        texts: list[str] = self._tokenizer.batch_decode(plain, skip_special_tokens=True)
         return texts
 
     def generate(self, prompts: Sequence[str]) -> list[str]:

@@ -111,8 +111,6 @@ class Watch(L.Callback):
             self.before[trainer.current_epoch] = encoder(pl_module)
             self.states[trainer.current_epoch] = len(trainer.optimizers[0].state)
 
-    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None: ...
-
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         self.trained[trainer.current_epoch] = encoder(pl_module)
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import callbacks as alias
 import safemerge_pl.callbacks as ours
 from safemerge_pl.callbacks import MergeCallback, MergedModelWriter, ReferenceRows, SAFEMergeCallback, StreamReport
+from safemerge_pl.ledger import LEDGER_FILE
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import SafeMerge, Stack, StackResult
 from safemerge_pl.module import ContinualMergeModule
@@ -406,7 +408,10 @@ def test_output_is_checked_before_the_stream_and_loads_afterwards(
         )
     out = tmp_path / "merged"
     merge = merge_callback()
-    make_trainer(merge, MergedModelWriter(folder=str(out), dtype="float32")).fit(module, small_data())
+    writer = MergedModelWriter(folder=str(out), dtype="float32", max_shard_size="2MB")
+    make_trainer(merge, writer).fit(module, small_data())
+    assert (out / "model.safetensors.index.json").exists()
+    assert len((out / LEDGER_FILE).read_text().splitlines()) == len(TASKS)
     for kind in (CLIPVisionModel, CLIPModel):
         model, info = kind.from_pretrained(out, output_loading_info=True)
         assert not info["missing_keys"]
@@ -416,6 +421,19 @@ def test_output_is_checked_before_the_stream_and_loads_afterwards(
     assert AutoProcessor.from_pretrained(out) is not None
     again = ContinualMerger.load(out, FILES / "model")
     assert again.fingerprint() == direct(TASKS).fingerprint()
+
+
+def test_a_disk_without_room_is_refused_before_the_stream(
+    small_data: Make, make_trainer: Make, merge_callback: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C8."""
+    monkeypatch.setattr("safemerge_pl.folders.shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    merge = merge_callback()
+    trainer = make_trainer(merge, MergedModelWriter(folder=str(tmp_path / "merged")))
+    with pytest.raises(MisconfigurationException, match=r"merged needs about [\d.]+ MB and .* has 0\.0 MB free"):
+        trainer.fit(ContinualMergeModule(), small_data())
+    assert merge.tasks == []
+    assert not (tmp_path / "merged").exists()
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

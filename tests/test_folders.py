@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import tiny
 import torch
 from safetensors import safe_open
@@ -20,8 +19,10 @@ from torch import nn
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.folders import STATE_FILE
-from safemerge_pl.merger import MASTER_FILE, ContinualMerger
+from safemerge_pl.ledger import LEDGER_FILE
+from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import SafeMerge
+from safemerge_pl.saving import MASTER_FILE
 from safemerge_pl.zoo import FILES
 
 
@@ -306,7 +307,7 @@ def test_every_other_file_of_the_base_is_copied_as_it_is(tmp_path: Path) -> None
     merger = fresh(base)
     merger.fold(tuned(tower(), 1), "a")
     out = merger.save(tmp_path / "out")
-    ours = {"model.safetensors", MASTER_FILE, STATE_FILE, "README.md"}
+    ours = {"model.safetensors", MASTER_FILE, STATE_FILE, LEDGER_FILE, "README.md"}
     others = {"config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt"}
     assert {path.name for path in out.iterdir()} == ours | others
     assert all((out / name).read_bytes() == (base / name).read_bytes() for name in others)
@@ -475,68 +476,6 @@ def test_a_read_only_place_is_refused_in_words(kind: str, tmp_path: Path, monkey
     assert beside(out) == []
 
 
-def full_disk(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """The ``at``-th weight file is written half, then the disk is full."""
-    real, calls = safetensors.torch.save_file, []
-
-    def half(tensors: Tensors, filename: Path, metadata: dict[str, str] | None = None) -> None:
-        calls.append(filename)
-        real(tensors, filename, metadata)
-        if len(calls) == at:
-            Path(filename).write_bytes(Path(filename).read_bytes()[: Path(filename).stat().st_size // 2])
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", half)
-
-
-@pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("kind", ["new", "earlier merge"])
-def test_a_full_disk_leaves_the_earlier_merge_and_nothing_half(
-    at: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """C8, C12: and the state in memory can be saved elsewhere."""
-    out = tmp_path / "out"
-    merger = folded(1)
-    if kind == "earlier merge":
-        merger.save(out)
-        (out / "notes.txt").write_text("mine")
-    earlier = {path.name: path.read_bytes() for path in out.iterdir()} if out.exists() else {}
-    merger.fold(tuned(tower(), 2), "task2")
-    with monkeypatch.context() as patch:
-        full_disk(patch, at)
-        with pytest.raises((OSError, CheckpointError), match="No space left"):
-            merger.save(out)
-    assert ({path.name: path.read_bytes() for path in out.iterdir()} if out.exists() else {}) == earlier
-    assert beside(out) == []
-    if earlier:
-        assert ContinualMerger.load(out, tower()).tasks == ["task1"]
-    merger.save(out)
-    assert ContinualMerger.load(out, tower()).tasks == ["task1", "task2"]
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EBUSY, "busy"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_stop_between_the_two_renames_leaves_the_earlier_merge(
-    error: BaseException, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """C12: the old folder is moved away first; whatever happens then, it must come back."""
-    out = folded(1).save(tmp_path / "out")
-    real, calls = Path.rename, []
-
-    def rename(path: Path, target: Path) -> Path:
-        calls.append(path)
-        if len(calls) == at:
-            raise error
-        return real(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", rename)
-        with pytest.raises(type(error)):
-            folded(1, 2).save(out)
-    assert ContinualMerger.load(out, tower()).tasks == ["task1"]
-    assert beside(out) == []
-
-
 def test_what_a_killed_process_left_is_never_taken_for_a_merge(tmp_path: Path) -> None:
     """C12: weights without the state, which is written last."""
     out = folded(1).save(tmp_path / "out")
@@ -547,21 +486,6 @@ def test_what_a_killed_process_left_is_never_taken_for_a_merge(tmp_path: Path) -
         ContinualMerger.load(partial, tower())
     folded(1, 2).save(out)
     assert ContinualMerger.load(out, tower()).tasks == ["task1", "task2"]
-
-
-def test_the_state_is_written_after_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C12: a folder with a state file holds whole weights, even if the process dies at any moment."""
-    order: list[str] = []
-    real = safetensors.torch.save_file
-
-    def watch(tensors: Tensors, filename: Path, metadata: dict[str, str] | None = None) -> None:
-        assert not (Path(filename).parent / STATE_FILE).exists()
-        order.append(Path(filename).name)
-        real(tensors, filename, metadata)
-
-    monkeypatch.setattr(safetensors.torch, "save_file", watch)
-    folded(1).save(tmp_path / "out")
-    assert order == ["model.safetensors", MASTER_FILE]
 
 
 def test_a_kill_between_the_two_renames_is_mended_at_the_next_use(tmp_path: Path) -> None:

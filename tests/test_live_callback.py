@@ -28,7 +28,7 @@ def direct(pretrained: tiny.Tensors, *trained: tiny.Tensors) -> dict[str, torch.
     merger = ContinualMerger(pretrained, SafeMerge(**FAST))
     for number, tensors in enumerate(trained):
         merger.fold(tensors, f"task{number}")
-    return merger.merged_parameters()
+    return dict(merger.merged_parameters())
 
 
 def assert_holds(found: tiny.Tensors, merged: dict[str, torch.Tensor], rest: tiny.Tensors) -> None:
@@ -61,9 +61,7 @@ def test_merged_at_boundaries_trained_inside_and_pretrained_again(make_trainer: 
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 / 4)  # two steps of its schedule
     assert objects == [id(p) for p in module.parameters()]
     assert not torch.equal(module.head.weight, head)
-    assert [row.source for row in merge.reports] == [
-        f"trained until epoch {e}, step {s}" for e, s in ((1, 4), (3, 8), (5, 12))
-    ]
+    assert [row.source for row in merge.reports] == [f"trained until step {step}" for step in (4, 8, 12)]
 
 
 def test_what_is_not_merged_can_be_kept(make_trainer: Make) -> None:
@@ -103,7 +101,7 @@ def test_the_last_accumulated_step_is_folded(data: Any, make_trainer: Make) -> N
     trainer = make_trainer(watch, merge, max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(module, data)
     assert trainer.global_step == 2
-    assert merge.reports[0].source == "trained until epoch 0, step 2"
+    assert merge.reports[0].source == "trained until step 2"
     assert_holds(encoder(module), direct(theta0, watch.trained[0]), theta0)
 
 
@@ -173,6 +171,32 @@ def test_resume_anywhere_is_bit_identical(make_trainer: Make, tmp_path: Path) ->
         assert unscored or again.live.scores.rows == merge.live.scores.rows, file.name
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_resume_with_the_other_boundaries(epoch: int, make_trainer: Make, tmp_path: Path) -> None:
+    """I4: where the data module tells the task, the fold is still to come when the checkpoint is taken."""
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    straight, merge = Classifier(), live(boundary="task")
+    run(make_trainer, merge, saver, enable_checkpointing=True, module=straight)
+    again = live(boundary="task")
+    resumed = run(make_trainer, again, ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+    tiny.assert_same(tiny.copied(resumed.state_dict()), tiny.copied(straight.state_dict()))
+    assert again.tasks == merge.tasks == TASKS
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_resume_inside_the_second_of_several_fits(make_trainer: Make, tmp_path: Path) -> None:
+    """I4: a new process takes up the second task where it was, with the first one merged."""
+    straight, merge = Classifier(), live(boundary="fit")
+    make_trainer(merge, max_epochs=2).fit(straight, batches(0))
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    make_trainer(merge, saver, enable_checkpointing=True, max_epochs=2).fit(straight, batches(1))
+    resumed, again = Classifier(), live(boundary="fit")
+    make_trainer(again, max_epochs=2).fit(resumed, batches(1), ckpt_path=tmp_path / "epoch=0.ckpt")
+    tiny.assert_same(tiny.copied(resumed.state_dict()), tiny.copied(straight.state_dict()))
+    assert again.tasks == ["task1", "task2"]
+
+
 def test_what_checkpoints_hold(make_trainer: Make, tmp_path: Path) -> None:
     """The weights in training inside a task, the merged ones at a boundary; the merge is in the callback's state."""
     watch, saver = Watch(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
@@ -207,6 +231,30 @@ def test_frozen_parts_stay(make_trainer: Make) -> None:
     assert not any(p.requires_grad for p in module.encoder.blocks[0].parameters())  # type: ignore[index,operator,union-attr]
 
 
+def test_adapters_are_trained_folded_and_start_anew(make_trainer: Make) -> None:
+    """G1 in a loop: the frozen weights hold the merge at a boundary, and adapters are zero again."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        with tiny.seeded():
+            wrapped: nn.Module = peft.get_peft_model(tiny.timm_vit(), peft.LoraConfig(target_modules=["qkv"], r=2))
+        return wrapped
+
+    watch, merge, module = Watch(), live(tasks=TASKS), Classifier(adapted)
+    theta0 = encoder(module)
+    run(make_trainer, merge, watch, module=module)
+    assert merge.merger is not None
+    merged = merge.merger.merged_parameters()
+    for name, tensor in encoder(module).items():
+        plain = name.replace("base_model.model.", "").replace("base_layer.", "")
+        assert torch.equal(tensor, merged.get(plain, theta0[name])), name
+    factor = "base_model.model.blocks.0.attn.qkv.lora_B.default.weight"
+    assert watch.trained[1][factor].any()
+    assert not watch.scored[1][factor].any()
+    assert not torch.equal(merged["blocks.0.attn.qkv.weight"], tiny.timm_vit().state_dict()["blocks.0.attn.qkv.weight"])
+    tiny.assert_same(watch.before[2], theta0)
+
+
 def test_early_stopping_ends_a_fit_and_so_a_task(make_trainer: Make) -> None:
     """Traps 6, 25: stopped after two of nine epochs; a new Trainer goes on with the next task."""
     merge, module = live(boundary="fit"), Classifier()
@@ -215,7 +263,7 @@ def test_early_stopping_ends_a_fit_and_so_a_task(make_trainer: Make) -> None:
         trainer = make_trainer(merge, stop, max_epochs=9)
         trainer.fit(module, batches(number), batches(number))
         assert trainer.current_epoch == 2
-    assert [row.source for row in merge.reports] == ["trained until epoch 2, step 4"] * 2
+    assert [row.source for row in merge.reports] == ["trained until step 4"] * 2
 
 
 def test_a_skipped_rest_of_the_epoch_still_ends_it(make_trainer: Make) -> None:
@@ -324,6 +372,6 @@ def test_diverged_training_ends_in_one_sentence(make_trainer: Make) -> None:
                 self.encoder.blocks[1].mlp.fc1.weight.grad.fill_(torch.nan)  # type: ignore[index,operator,union-attr]
 
     merge = live(tasks=TASKS)
-    with pytest.raises(ValueError, match=r"task 'b': trained until epoch 3, step 8: `blocks\.\S+` has \d+ NaN"):
+    with pytest.raises(ValueError, match=r"task 'b': trained until step 8: `blocks\.\S+` has \d+ NaN"):
         run(make_trainer, merge, module=Diverges())
     assert merge.tasks == ["a"]

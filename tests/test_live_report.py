@@ -126,7 +126,7 @@ def test_report_and_tensorboard_show_training_and_stream(make_trainer: Make, tmp
         assert report["tasks"] == TASKS
         assert report["controls"] == ["probe"]
         assert [step["task"] for step in report["steps"]] == TASKS
-        assert report["steps"][2]["source"] == "trained until epoch 5, step 12"
+        assert report["steps"][2]["source"] == "trained until step 12"
         assert merge.live is not None
         assert report["steps"][2]["accuracies"] == merge.live.scores.rows[2]
         assert report["merged"] == merge.reports[2].merged

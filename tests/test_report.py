@@ -180,18 +180,18 @@ def test_json_is_strict(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["report.json"]
 
 
-@pytest.mark.parametrize("failing", ["write_text", "replace"])
+@pytest.mark.parametrize("failing", ["write_bytes", "replace"])
 def test_a_failed_write_keeps_the_earlier_file_and_leaves_no_part(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C8: the disk is full midway."""
     path = tmp_path / "report.md"
     write_text(path, "first")
-    real = Path.write_text
+    real = Path.write_bytes
 
     def full(self: Path, *args: Any, **kwargs: Any) -> None:
-        if failing == "write_text":
-            real(self, "sec")
+        if failing == "write_bytes":
+            real(self, b"sec")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -414,16 +414,12 @@ def test_layouts_that_are_read(layout: str, tmp_path: Path) -> None:
 
 def test_hub_cache_is_read_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """N1, N2: by branch name, offline; a file that is not in the cached snapshot is named."""
-    import huggingface_hub.constants
+    import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     store = tmp_path / "datasets--nyu-mll--glue"
     write_glue(store / "snapshots" / "0123abcd", 4, ["cola"])
     (store / "refs").mkdir()
     (store / "refs" / "main").write_text("0123abcd")
-    import huggingface_hub
-
     real = huggingface_hub.snapshot_download
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *a, **k: real(*a, **{**k, "cache_dir": str(tmp_path)})

@@ -65,7 +65,7 @@ MAKERS: dict[str, Callable[[random.Random, slice], Row]] = {
     "rte": pair("sentence1", "sentence2"),
 }
 EVERY, KNOWN = slice(None), slice(0, 4)
-"""All words, and the half of them that the pretrained model has learned the meaning of."""
+"""All words, and the half of them whose meaning the pretrained model has learned."""
 
 
 def examples(name: str, count: int, seed: int, words: slice = EVERY) -> list[Row]:

@@ -6,11 +6,14 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping
 
 from safemerge_pl.callbacks.options import LiveOptions
 
-__all__ = ["check_plan", "refuse_unsupported", "require_same", "require_untrained"]
+__all__ = ["check_plan", "refuse_unsupported", "refuse_untrained", "require_same", "require_untrained"]
+
+_AVERAGES = ("StochasticWeightAveraging", "WeightAveraging", "EMA", "EMACallback", "ModelEMA", "WeightEMA")
+"""Callbacks that keep averaged weights: Lightning's own, and what others call theirs."""
 
 
 def refuse_unsupported(trainer: L.Trainer) -> None:
@@ -31,16 +34,11 @@ def refuse_unsupported(trainer: L.Trainer) -> None:
         )
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) or _is_average(callback):
+        if any(kind.__name__ in _AVERAGES for kind in type(callback).__mro__):
             raise MisconfigurationException(
                 f"{type(callback).__name__} keeps an average of the weights over all tasks and writes it over the "
                 "merged ones; remove it, or average inside a task in your module."
             )
-
-
-def _is_average(callback: L.Callback) -> bool:
-    """Third-party moving averages go by the name."""
-    return any(kind.__name__ in ("EMA", "EMACallback", "ModelEMA", "WeightEMA") for kind in type(callback).__mro__)
 
 
 def check_plan(trainer: L.Trainer, options: LiveOptions, left: int | None, begun: int) -> None:
@@ -115,6 +113,21 @@ def _check_early_stopping(trainer: L.Trainer, boundary: Any) -> None:
                 "EarlyStopping still remembers the best score of the task before; make a new one (and a new Trainer) "
                 "for each `fit`."
             )
+
+
+def refuse_untrained(pl_module: L.LightningModule) -> None:
+    """Refuse the module of the checkpoint stream, which trains nothing.
+
+    Raises:
+        MisconfigurationException: always for such a module.
+    """
+    from safemerge_pl.module import ContinualMergeModule
+
+    if isinstance(pl_module, ContinualMergeModule):
+        raise MisconfigurationException(
+            "ContinualMergeModule trains nothing, so there is nothing to merge at a boundary; use a LightningModule "
+            "that trains, or give `experts` instead of `epochs_per_task` and `boundary`."
+        )
 
 
 def require_untrained(trainer: L.Trainer, pl_module: L.LightningModule) -> None:

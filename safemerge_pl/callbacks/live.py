@@ -7,7 +7,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from safemerge_pl.callbacks.guards import check_plan, require_same, require_untrained
+from safemerge_pl.callbacks.guards import check_plan, refuse_untrained, require_same, require_untrained
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.scores import StreamScores
 from safemerge_pl.checkpoints import CheckpointError
@@ -64,6 +64,7 @@ class Live:
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Capture the pretrained weights; refuse a plan that cannot work."""
+        refuse_untrained(pl_module)
         check_plan(trainer, self.options, self.tasks_left(trainer), self.epochs)
         if "output" in self.options and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             check_output(Path(self.options["output"]))
@@ -82,11 +83,12 @@ class Live:
                 restart_from=self.options.get("restart_from", "pretrained"),
                 rest=self.options.get("rest", "pretrained"),
             )
+            self._say_what_is_merged(self.merger, pl_module)
         except ValueError as error:
             raise MisconfigurationException(f"this module cannot be merged: {error}") from error
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule, restored: dict[str, Any] | None) -> None:
-        """Take up a restored position, and say once what is merged."""
+        """Take up a restored position."""
         merger = self._require_merger()
         self.resumed = restored is not None
         if restored is not None:
@@ -97,13 +99,6 @@ class Live:
             for key in ("epochs", "closed", "merged_in_place", "unscored", "current"):
                 setattr(self, key, restored[key])
             self.scores.rows = list(restored["rows"])
-        others = len(merger.pretrained) - len(merger.merged_parameters())
-        fate = "put back at each boundary" if merger.rest == "pretrained" else "kept as trained"
-        rank_zero_info(
-            f"{self.owner.method.label}: {len(merger.merged_parameters())} parameters of "
-            f"`{self.owner.module_attr or type(pl_module).__name__}` are merged at each boundary, {others} others of "
-            f"it are {fate}; everything outside of it is left alone."
-        )
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before an epoch or batch: see whether the data changed its task, and start the next one."""
@@ -176,15 +171,36 @@ class Live:
             "rows": list(self.scores.rows),
         }
 
+    def _say_what_is_merged(self, merger: LiveMerger, pl_module: L.LightningModule) -> None:
+        others = len(merger.pretrained) - len(merger.merged_parameters())
+        fate = "put back at each boundary" if merger.rest == "pretrained" else "kept as trained"
+        rank_zero_info(
+            f"{self.owner.method.label}: {len(merger.merged_parameters())} parameters of "
+            f"`{self.owner.module_attr or type(pl_module).__name__}` are merged at each boundary, {others} others of "
+            f"it are {fate}; everything outside of it is left alone."
+        )
+        merged = {name.partition(".")[0] for name in merger.merged_parameters()}
+        lost = [
+            name
+            for name, part in merger.module.named_children()
+            if name not in merged and any(parameter.requires_grad for parameter in part.parameters())
+        ]
+        if self.owner.module_attr is None and merger.rest == "pretrained" and lost:
+            rank_zero_warn(
+                f"`{lost[0]}` holds nothing that is merged, and its training is undone at each boundary; name the part "
+                "to merge with `module_attr` and what is outside of it (such as heads) is left alone."
+            )
+
     def _fold(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         merger, task = self._require_merger(), self._next_task(trainer)
-        source = f"trained until epoch {trainer.current_epoch}, step {trainer.global_step}"
-        report = merger.fold_trained(task, source)
+        report = merger.fold_trained(task, f"trained until step {trainer.global_step}")
         require_same(trainer, task, (report.incoming, report.merged))
         self.epochs, self.merged_in_place = 0, True
         setattr(pl_module, "merged_tasks", merger.tasks)  # noqa: B010  # whoever captures it next must know
         self.owner.log_fold(trainer, report)
         rank_zero_info(f"merged '{task}' ({report.kept_fraction:.0%} of its task vector, {report.seconds:.1f} s)")
+        for note in report.notes:
+            rank_zero_warn(f"task '{task}': {note}.")
         if self.scores.score is not None:
             self._enter(trainer, pl_module, self.scores.call(trainer, pl_module))
         self.unscored = self.scores.metric is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]

@@ -228,7 +228,7 @@ class MergeCallback(L.Callback):
     ) -> None:
         """Log accuracies of the merged weights over the number of merged tasks, and tell other callbacks.
 
-        A callback with a method ``on_merge_scored(trainer, pl_module, scores)`` gets them.
+        A callback with a method ``on_merge_scored(trainer, pl_module, merge, scores)`` gets them.
         """
         kinds = dict.fromkeys(("ACC", "BWT", "Gen", "H"), "stream/{}")
         kinds |= dict.fromkeys(self.tasks, "task/{}/acc") | dict.fromkeys(controls, "control/{}/acc")
@@ -237,7 +237,7 @@ class MergeCallback(L.Callback):
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if hasattr(callback, "on_merge_scored"):
-                callback.on_merge_scored(trainer, pl_module, scores)
+                callback.on_merge_scored(trainer, pl_module, self, scores)
 
     def require_merger(self) -> ContinualMerger:
         """The merger, once ``setup`` has made it."""

@@ -3,10 +3,15 @@
 from pathlib import Path
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.report import run_folder
-from safemerge_pl.folders import OutputDtype, check_output
+from safemerge_pl.checkpoints import CheckpointError
+from safemerge_pl.folders import check_output
+from safemerge_pl.saving import require_output
+from safemerge_pl.side_files import OutputDtype
+from safemerge_pl.weights import parse_size
 
 __all__ = ["MergedModelWriter"]
 
@@ -18,16 +23,37 @@ class MergedModelWriter(L.Callback):
         enabled: write it at all.
         folder: where to; ``merged`` in the run's folder if left out. It must be new, empty, or hold an earlier merge.
         dtype: of the written weights; float32 masters are kept beside in any case.
+        max_shard_size: weights above this size are written in shards, with an index.
+        copy_code: also copy the model's own Python files. They are never run here.
     """
 
-    def __init__(self, enabled: bool = True, folder: str | None = None, dtype: OutputDtype = "same") -> None:
+    def __init__(
+        self,
+        enabled: bool = True,
+        folder: str | None = None,
+        dtype: OutputDtype = "same",
+        max_shard_size: int | str = "5GB",
+        copy_code: bool = False,
+    ) -> None:
         super().__init__()
+        parse_size(max_shard_size)
         self.enabled, self.folder, self.dtype = enabled, folder, dtype
+        self.max_shard_size, self.copy_code = max_shard_size, copy_code
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse an output that cannot be written, before the stream starts."""
         if stage == "fit" and self.enabled and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             check_output(self._folder(trainer))
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse a disk that is too full, now that the size of the model is known."""
+        merge = MergeCallback.of(trainer)
+        if not self.enabled or trainer.fast_dev_run or merge is None or merge.merger is None:  # type: ignore[attr-defined]
+            return
+        try:
+            require_output(merge.merger, self._folder(trainer), template=_template(pl_module), dtype=self.dtype)
+        except CheckpointError as error:
+            raise MisconfigurationException(f"the merged model could not be written: {error}") from error
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the folder, on one process."""
@@ -36,9 +62,13 @@ class MergedModelWriter(L.Callback):
             return
         folder = self._folder(trainer)
         if trainer.is_global_zero:
-            backbone = getattr(pl_module, "backbone", None)
-            template = None if backbone is None else backbone.folder()
-            merge.merger.save(folder, template=template, dtype=self.dtype)
+            merge.merger.save(
+                folder,
+                template=_template(pl_module),
+                dtype=self.dtype,
+                max_shard_size=self.max_shard_size,
+                copy_code=self.copy_code,
+            )
             if trainer.progress_bar_callback is not None:
                 trainer.progress_bar_callback.print(f"merged model: {folder}")
         trainer.strategy.barrier()
@@ -46,3 +76,9 @@ class MergedModelWriter(L.Callback):
     def _folder(self, trainer: L.Trainer) -> Path:
         base = run_folder(trainer)
         return Path(self.folder) if self.folder else base / "merged"
+
+
+def _template(pl_module: L.LightningModule) -> Path | None:
+    """Folder of the pretrained model, whose files complete the output."""
+    backbone = getattr(pl_module, "backbone", None)
+    return None if backbone is None else Path(backbone.folder())

@@ -57,10 +57,11 @@ class StreamReport(L.Callback):
             return
         self._add(trainer, merge, pl_module.last_scores)
 
-    def on_merge_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, scores: dict[str, float]) -> None:
+    def on_merge_scored(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, merge: MergeCallback, scores: dict[str, float]
+    ) -> None:
         """Add the row of a merge in somebody's training loop, and bring every file up to date."""
-        merge = MergeCallback.of(trainer)
-        if merge is not None and self._writes(trainer):
+        if merge is MergeCallback.of(trainer) and self._writes(trainer):
             self._add(trainer, merge, scores)
             self._finish(trainer, self.content(trainer))
 
@@ -113,8 +114,8 @@ class StreamReport(L.Callback):
         reports.write_json(folder / "report.json", content)
         reports.write_text(folder / "report.md", reports.markdown(content))
         if self.figures:
-            reports.matrix_figure(content).savefig(folder / "matrix.png", dpi=120)
-            reports.stream_figure(content).savefig(folder / "stream.png", dpi=120)
+            reports.write_figure(folder / "matrix.png", reports.matrix_figure(content))
+            reports.write_figure(folder / "stream.png", reports.stream_figure(content))
         return folder
 
     def content(self, trainer: L.Trainer) -> reports.Report:

@@ -1,0 +1,78 @@
+"""Tensors that wait on disk: a mapping for models whose merged weights do not fit in memory."""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["DiskTensors", "LazyTensors"]
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that a function gives by name, each time they are asked for.
+
+    Example:
+        >>> LazyTensors(["a"], lambda name: torch.ones(2))["a"].tolist()
+        [1.0, 1.0]
+    """
+
+    def __init__(self, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class DiskTensors(MutableMapping[str, Tensor]):
+    """Float32 tensors by name, a file each; what is read is a copy, so a change has to be put back.
+
+    Args:
+        folder: made for this mapping, and gone with :meth:`close`.
+
+    Example:
+        >>> import tempfile
+        >>> store = DiskTensors(Path(tempfile.mkdtemp()) / "merged")
+        >>> store["a"] = torch.ones(2, 1)
+        >>> store["a"].tolist(), store.folder.exists(), store.close(), store.folder.exists()
+        ([[1.0], [1.0]], True, None, False)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        folder.mkdir(parents=True)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.from_numpy(np.fromfile(self._files[name], np.float32)).view(self._shapes[name])
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        file = self._files.setdefault(name, self.folder / str(len(self._files)))
+        self._shapes[name] = tuple(tensor.shape)
+        tensor.detach().float().contiguous().numpy().tofile(file)
+
+    def __delitem__(self, name: str) -> None:
+        self._files.pop(name).unlink()
+        del self._shapes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def close(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._files.clear()

@@ -1,0 +1,36 @@
+"""Every example runs and ends with both matrices."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LOOPS = ["continual_finetune", "plain_loop", "timm_heads"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_example_runs(name: str, tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick"]
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    titles = [line for line in run.stdout.splitlines() if line.endswith("(accuracy in %)")]
+    assert len(titles) == 2
+    assert titles[0].startswith("Sequential fine-tuning")
+    rows = re.findall(r"^after \w+((?: +\d+\.\d){4})$", run.stdout, re.MULTILINE)
+    assert len(rows) == 6
+    assert all(0 <= float(value) <= 100 for row in rows for value in row.split())
+    assert rows[:3] != rows[3:]
+    if name == "continual_finetune":
+        assert list(tmp_path.glob("runs/continual_finetune/lightning_logs/version_0/matrix.png"))
+    if name == "plain_loop":
+        assert (tmp_path / "runs/plain_loop/model.safetensors").exists()
+
+
+def test_no_example_is_forgotten() -> None:
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted([*LOOPS, "zoo_halves"])

@@ -1,0 +1,82 @@
+"""Merged weights that wait on disk are the ones that would wait in memory."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from safemerge_pl.checkpoints import CheckpointError
+from safemerge_pl.fold import fold_once
+from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import OPCM, MergeMethod, TiesMerging
+from safemerge_pl.store import DiskTensors
+
+
+def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+    store = DiskTensors(tmp_path / "store")
+    tensors = {"a": torch.randn(3, 4).T, "b": torch.tensor(2.5), "c": torch.zeros(0, 4), "d/e": torch.ones(2).half()}
+    store.update(tensors)
+    assert list(store) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(store[name], tensor.float())
+    store["a"][0, 0] = 7.0  # a copy
+    assert torch.equal(store["a"], tensors["a"])
+    store["a"] = torch.ones(1)
+    del store["b"]
+    assert (store["a"].tolist(), len(store), len(list(store.folder.iterdir()))) == ([1.0], 3, 3)
+    store.close()
+    assert not store.folder.exists()
+
+
+@pytest.mark.parametrize(
+    "method", [tiny.fast_method(), OPCM(), TiesMerging()], ids=lambda method: type(method).__name__
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_merge_on_disk_equals_one_in_memory(method: MergeMethod, fused: bool, tmp_path: Path) -> None:
+    """M1: and continues from its folder without reading it whole."""
+    base = dict(tiny.open_clip_model().state_dict()) if fused else tiny.tower()
+    here, there = ContinualMerger(base, method), ContinualMerger(base, method, workspace=tmp_path / "work")
+    expected = [here.fold(tiny.tuned(base, seed), f"task{seed}").merged for seed in (1, 2, 3)]
+    found = [there.fold(tiny.tuned(base, seed), f"task{seed}").merged for seed in (1, 2)]
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["2"]
+    tiny.assert_same(dict(there.merged_parameters()), {name: there.merged[name] for name in there.merged_parameters()})
+    there.save(tmp_path / "out")
+    again = ContinualMerger.load(tmp_path / "out", base, method=method, workspace=tmp_path / "next")
+    assert not (tmp_path / "next").exists()
+    found.append(again.fold(tiny.tuned(base, 3), "task3").merged)
+    again.save(tmp_path / "out")
+    assert found == expected
+    tiny.assert_same(ContinualMerger.load(tmp_path / "out", base, method=method).merged, here.merged)
+
+
+def test_a_fold_that_fails_leaves_the_merge_on_disk(tmp_path: Path) -> None:
+    """G6."""
+    base = tiny.tower()
+    merger = ContinualMerger(base, tiny.fast_method(), workspace=tmp_path)
+    merger.fold(tiny.tuned(base, 1), "one")
+    before = merger.fingerprint()
+    with pytest.raises(CheckpointError):
+        merger.fold(tiny.tuned(base, 2, scale=1e30), "two")
+    assert merger.fingerprint() == before
+    twin = tiny.folded(1, 2)
+    merger.fold(tiny.tuned(base, 2), "task2")
+    assert merger.fingerprint() == twin.fingerprint()
+
+
+def test_a_fold_in_low_memory_writes_the_same_folder(tmp_path: Path) -> None:
+    """M1: yesterday's merge is read from its own folder, which today's replaces."""
+    base, experts = tiny.tower("vision_model."), []
+    pretrained = tiny.folder_of(tmp_path / "base", base, config={"model_type": "clip"})
+    for seed in (1, 2):
+        experts.append(str(tiny.folder_of(tmp_path / f"expert{seed}", tiny.tuned(base, seed))))
+    hashes = []
+    for low_memory in (False, True):
+        out, places = str(tmp_path / f"out{low_memory}"), {"pretrained": str(pretrained), "low_memory": low_memory}
+        fold_once(**places, incoming=experts[0], output=out, method=tiny.fast_method())  # type: ignore[arg-type]
+        (tmp_path / f".out{low_memory}.work").mkdir()  # left by a process that was killed
+        fold_once(**places, incoming=experts[1], output=out, merged=out)  # type: ignore[arg-type]
+        hashes.append({path.name: path.read_bytes() for path in Path(out).iterdir() if path.suffix == ".safetensors"})
+        assert len(ContinualMerger.load(out, pretrained).tasks) == 2
+    assert hashes[0] == hashes[1]
+    assert not list(tmp_path.glob(".*"))
