@@ -48,7 +48,7 @@ class BoundAdapter(Checkpoint):
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._adapter[self._replaced[name]] if name in self._replaced else self._base[name]
         for delta in self._deltas.get(name, ()):
-            tensor = self._added(tensor.float(), delta)
+            tensor = self._added(tensor.detach().float(), delta)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -12,7 +12,7 @@ from safemerge_pl.errors import CheckpointError
 from safemerge_pl.foreign import read_config
 from safemerge_pl.lazy import Checkpoint
 
-__all__ = ["Cut", "Mismatch", "differences", "is_floating", "is_resized", "likeness", "settings", "tokenizers"]
+__all__ = ["Cut", "Likeness", "Mismatch", "differences", "is_floating", "is_resized", "settings", "tokenizers"]
 
 Mismatch = Literal["error", "pretrained"]
 """What to do about an incoming model of another image size or vocabulary: refuse it, or keep the pretrained rows."""
@@ -84,22 +84,37 @@ def tokenizers(pretrained: Checkpoint, parameters: Sequence[str], incoming: Chec
             yield f"its {name} is another one than the pretrained model's: do the rows of the embeddings match?"
 
 
-def likeness(pretrained: Checkpoint, names: Mapping[str, str], incoming: Checkpoint) -> Iterator[str]:
-    """A note if a few of the largest weights have nothing in common: fine-tunes keep a cosine near one."""
-    largest = sorted(names, key=lambda name: -math.prod(pretrained.shape(name)))[:4]
-    dot = ours = theirs = 0.0
-    for name in largest:
-        a, b = pretrained[name], incoming[names[name]]
-        if a.shape == b.shape and not b.is_meta:
-            a, b = a.double(), b.double()
-            dot, ours, theirs = (
-                dot + float((a * b).sum()),
-                ours + float(a.square().sum()),
-                theirs + float((b * b).sum()),
-            )
-    cosine = dot / math.sqrt(ours * theirs) if ours * theirs > 0 else 1.0
-    if cosine < _UNLIKE:
-        yield f"its weights have a cosine of {cosine:.2f} with the pretrained model's: is it a fine-tune of this model?"
+class Likeness:
+    """Cosine between a few of the largest weights of two models: a fine-tune's is near one, a stranger's near zero.
+
+    Args:
+        pretrained: the model that the other one should be a fine-tune of.
+        parameters: names of what is merged.
+    """
+
+    def __init__(self, pretrained: Checkpoint, parameters: Sequence[str]) -> None:
+        self._pretrained = pretrained
+        self._looked_at = set(sorted(parameters, key=lambda name: -math.prod(pretrained.shape(name)))[:4])
+        self._dot = self._ours = self._theirs = 0.0
+
+    def add(self, name: str, tensor: Tensor) -> Tensor:
+        """Look at a tensor that is read anyway, and hand it on."""
+        if name in self._looked_at:
+            a, b = self._pretrained[name].detach().double(), tensor.detach().double()
+            self._dot += float((a * b).sum())
+            self._ours += float(a.square().sum())
+            self._theirs += float(b.square().sum())
+        return tensor
+
+    def notes(self) -> tuple[str, ...]:
+        """A sentence if the models have nothing in common."""
+        norms = math.sqrt(self._ours * self._theirs)
+        if not norms or self._dot / norms >= _UNLIKE:
+            return ()
+        cosine = self._dot / norms
+        return (
+            f"its weights have a cosine of {cosine:.2f} with the pretrained model's: is it a fine-tune of this model?",
+        )
 
 
 def is_resized(pretrained: Checkpoint, name: str, incoming: Checkpoint, theirs: str) -> bool:

@@ -20,7 +20,7 @@ from safemerge_pl import saving
 from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.cores import map_on_cores
-from safemerge_pl.differences import Mismatch, is_floating
+from safemerge_pl.differences import Likeness, Mismatch, is_floating
 from safemerge_pl.fold_report import FoldReport, LayerReport, layer_rows
 from safemerge_pl.layers import (
     CORE_STACK_ENTRIES,
@@ -196,7 +196,10 @@ class ContinualMerger:
         """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
         checkpoint = self._aligned(incoming, task, values=True)
         names = require_fit(self.pretrained, self._parameters(), checkpoint, values=False)
-        return names, checkpoint, self._hash(lambda name: _sound(checkpoint, names[name]))
+        likeness = Likeness(self.pretrained, list(names))
+        hashed = self._hash(lambda name: likeness.add(name, _sound(checkpoint, names[name])))
+        checkpoint.notes = tuple(dict.fromkeys((*checkpoint.notes, *likeness.notes())))
+        return names, checkpoint, hashed
 
     def save(
         self,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, match_names
-from safemerge_pl.differences import Cut, Mismatch, differences, is_resized, likeness, settings, tokenizers
+from safemerge_pl.differences import Cut, Mismatch, differences, is_resized, settings, tokenizers
 from safemerge_pl.layers import vision_only
 from safemerge_pl.layouts import relaid
 from safemerge_pl.names import names_alike
@@ -50,7 +50,6 @@ def aligned(
         *differences(pretrained, others, checkpoint, on_mismatch),
         *settings(pretrained, checkpoint),
         *tokenizers(pretrained, parameters, checkpoint),
-        *(likeness(pretrained, names, checkpoint) if values else ()),
     ]
     cut = {theirs: name for name, theirs in names.items() if is_resized(pretrained, name, checkpoint, theirs)}
     if cut and on_mismatch == "pretrained":
