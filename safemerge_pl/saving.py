@@ -16,6 +16,7 @@ from safemerge_pl.ledger import LEDGER_FILE, continued, read_ledger
 from safemerge_pl.model_card import model_card
 from safemerge_pl.preflight import require_values
 from safemerge_pl.side_files import OutputDtype, copy_side_files, output_notes, side_files
+from safemerge_pl.store import LazyTensors
 from safemerge_pl.weights import TensorSpec, parse_size, tied_names, write_weights
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ def save_merge(
         (staging / LEDGER_FILE).write_text("".join(line + "\n" for line in merger.ledger), encoding="utf-8")
         text = json.dumps(state, indent=1, allow_nan=False)
         (staging / folders.STATE_FILE).write_text(text, encoding="utf-8")  # last: its presence says that all is there
+    if merger.saved == folder.resolve() and isinstance(merger._merged, LazyTensors):
+        masters = _open_masters(folder)  # what was read from the earlier output when needed is in this one now
+        merger._merged = LazyTensors(merger._parameters(), masters.__getitem__)
     merger.saved = folder.resolve()
     for note in notes:
         _log.warning("note: %s", note)
@@ -100,8 +104,7 @@ def load_merge(
     merger = kind(pretrained, method or _rebuild_method(state["method"]), **options)
     while True:
         try:
-            index = folder / f"{MASTER_FILE}.index.json"
-            merger.load_state_dict(state, open_checkpoint(index if index.exists() else folder / MASTER_FILE))
+            merger.load_state_dict(state, _open_masters(folder))
             merger.ledger = continued(read_ledger(folder), merger.ledger)
             break
         except CheckpointError:
@@ -110,6 +113,11 @@ def load_merge(
                 raise  # otherwise it was replaced while it was read: read it again
     merger.saved = folder.resolve()
     return merger
+
+
+def _open_masters(folder: Path) -> Checkpoint:
+    index = folder / f"{MASTER_FILE}.index.json"
+    return open_checkpoint(index if index.exists() else folder / MASTER_FILE)
 
 
 def _specs(base: Checkpoint, dtype: OutputDtype) -> dict[str, TensorSpec]:

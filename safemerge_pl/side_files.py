@@ -71,7 +71,7 @@ def output_notes(base: Checkpoint, *, code: bool = False) -> list[str]:
     if base.folder is None:
         return [
             f"{base.source} is no folder, so the output holds weights alone: add config.json, tokenizer and processor "
-            "files, or save with the model's folder as `template`"
+            "files, or give the model's folder as `pretrained`, or as the `template` of `save`"
         ]
     return list(_folder_notes(base.folder, code))
 
