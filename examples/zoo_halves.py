@@ -4,12 +4,18 @@ The package ships test splits only, so an honest example has to divide them: eve
 accuracies are therefore not comparable with those in the zoo's own README.
 """
 
+import re
+from functools import partial
+
 import datasets
+import timm
 import torch
 from pyarrow import parquet
+from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import CLIPImageProcessor
 
+from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.zoo import Zoo
 
 
@@ -26,6 +32,27 @@ def halves(name: str, limit: int | None = None) -> tuple[TensorDataset, TensorDa
 def classes(name: str) -> list[str]:
     """Class names in label order."""
     return list(Zoo().describe(name)["classes"])
+
+
+def timm_tower() -> nn.Module:
+    """The zoo's pretrained vision tower as a timm transformer: pixels to features ``(N, 128)``."""
+    clip = CLIPBackbone("zoo")
+    clip.load()
+    names = {"embeddings.class_embedding": "cls_token", "embeddings.position_embedding.weight": "pos_embed"}
+    names |= {"embeddings.patch_embedding": "patch_embed.proj", "encoder.layers": "blocks", "layer_norm": "norm"}
+    names |= {"pre_layrnorm": "norm_pre", "post_layernorm": "norm", "self_attn.out_proj": "attn.proj"}
+    weights: dict[str, torch.Tensor] = {}
+    for part in ("q_proj", "k_proj", "v_proj", ""):  # timm keeps the three in one matrix, in this order
+        for name, tensor in clip.vision_model.state_dict().items():
+            if part in name and (part or not re.search("[qkv]_proj", name)):
+                for old, new in {**names, f"self_attn.{part}": "attn.qkv"}.items():
+                    name = name.replace(old, new)
+                weights[name] = torch.cat([weights[name], tensor]) if name in weights else tensor
+    shape = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 6, "num_heads": 4, "num_classes": 0}
+    norm = partial(nn.LayerNorm, eps=1e-5)
+    tower = timm.create_model("vit_tiny_patch16_224", **shape, pre_norm=True, act_layer="quick_gelu", norm_layer=norm)
+    tower.load_state_dict({name: tensor.view_as(tower.state_dict()[name]) for name, tensor in weights.items()})
+    return tower
 
 
 def show(title: str, rows: list[dict[str, float]]) -> None:

@@ -141,6 +141,20 @@ def test_training_that_goes_on_after_the_last_task(make_trainer: Make) -> None:
         make_trainer(merge, max_epochs=2).fit(Classifier(), Tasks())
 
 
+def test_a_task_that_comes_back(make_trainer: Make) -> None:
+    """P5: refused when its second training begins, not after it."""
+
+    class Back(Tasks):
+        @property
+        def task(self) -> str:
+            assert self.trainer is not None
+            return "aba"[self.trainer.current_epoch // EPOCHS]
+
+    with pytest.raises(MisconfigurationException, match="task 'a' is merged already"):
+        make_trainer(merge := live(boundary="task"), max_epochs=6).fit(Classifier(), Back())
+    assert merge.tasks == ["a", "b"]
+
+
 def test_a_trainer_that_has_run_its_epochs(make_trainer: Make) -> None:
     """I2: a second fit would silently do nothing."""
     merge, module = live(boundary="fit"), Classifier()

@@ -7,10 +7,19 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from safemerge_pl.callbacks.options import LiveOptions
+from safemerge_pl.live import LiveMerger
 
-__all__ = ["check_plan", "refuse_unsupported", "refuse_untrained", "require_same", "require_untrained"]
+__all__ = [
+    "check_plan",
+    "refuse_unsupported",
+    "refuse_untrained",
+    "require_same",
+    "require_untrained",
+    "say_what_is_merged",
+]
 
 _AVERAGES = ("StochasticWeightAveraging", "WeightAveraging", "EMA", "EMACallback", "ModelEMA", "WeightEMA")
 """Callbacks that keep averaged weights: Lightning's own, and what others call theirs."""
@@ -161,4 +170,32 @@ def require_same(trainer: L.Trainer, task: str, hashes: Sequence[str]) -> None:
         raise RuntimeError(
             f"task '{task}': the processes hold different weights after training, so they were not trained together; "
             "use the strategy 'ddp' and change weights on all processes alike."
+        )
+
+
+def say_what_is_merged(merger: LiveMerger, path: str | None, whole: str) -> None:
+    """Tell what is merged and what becomes of the rest; warn of a head whose training would be undone.
+
+    Args:
+        merger: of the part that is merged.
+        path: ``module_attr``, ``None`` if none was named.
+        whole: class of the whole module.
+    """
+    names = merger.merged_parameters()
+    others = len(merger.pretrained) - len(names)
+    fate = "put back at each boundary" if merger.rest == "pretrained" else "kept as trained"
+    rank_zero_info(
+        f"{merger.method.label}: {len(names)} parameters of `{path or whole}` are merged at each boundary, {others} "
+        f"others of it are {fate}; everything outside of it is left alone."
+    )
+    tops = {name.partition(".")[0] for name in names}
+    lost = [
+        name
+        for name, part in merger.module.named_children()
+        if name not in tops and any(parameter.requires_grad for parameter in part.parameters())
+    ]
+    if path is None and merger.rest == "pretrained" and lost:
+        rank_zero_warn(
+            f"`{lost[0]}` holds nothing that is merged, and its training is undone at each boundary; name the part "
+            "to merge with `module_attr` and what is outside of it (such as heads) is left alone."
         )

@@ -7,7 +7,13 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from safemerge_pl.callbacks.guards import check_plan, refuse_untrained, require_same, require_untrained
+from safemerge_pl.callbacks.guards import (
+    check_plan,
+    refuse_untrained,
+    require_same,
+    require_untrained,
+    say_what_is_merged,
+)
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.scores import StreamScores
 from safemerge_pl.checkpoints import CheckpointError
@@ -83,7 +89,7 @@ class Live:
                 restart_from=self.options.get("restart_from", "pretrained"),
                 rest=self.options.get("rest", "pretrained"),
             )
-            self._say_what_is_merged(self.merger, pl_module)
+            say_what_is_merged(self.merger, self.owner.module_attr, type(pl_module).__name__)
         except ValueError as error:
             raise MisconfigurationException(f"this module cannot be merged: {error}") from error
 
@@ -112,7 +118,11 @@ class Live:
             return
         self._require_scored()
         self.resumed = False
-        self._next_task(trainer)
+        task = self._next_task(trainer)
+        if task in self.owner.tasks:
+            raise MisconfigurationException(
+                f"task '{task}' is merged already, and a task is merged once; give its second training another name."
+            )
         self._require_merger().restart()
         trainer.strategy.setup_optimizers(trainer)  # fresh optimiser state and schedules
         self.merged_in_place = False
@@ -170,26 +180,6 @@ class Live:
             "current": self.current,
             "rows": list(self.scores.rows),
         }
-
-    def _say_what_is_merged(self, merger: LiveMerger, pl_module: L.LightningModule) -> None:
-        others = len(merger.pretrained) - len(merger.merged_parameters())
-        fate = "put back at each boundary" if merger.rest == "pretrained" else "kept as trained"
-        rank_zero_info(
-            f"{self.owner.method.label}: {len(merger.merged_parameters())} parameters of "
-            f"`{self.owner.module_attr or type(pl_module).__name__}` are merged at each boundary, {others} others of "
-            f"it are {fate}; everything outside of it is left alone."
-        )
-        merged = {name.partition(".")[0] for name in merger.merged_parameters()}
-        lost = [
-            name
-            for name, part in merger.module.named_children()
-            if name not in merged and any(parameter.requires_grad for parameter in part.parameters())
-        ]
-        if self.owner.module_attr is None and merger.rest == "pretrained" and lost:
-            rank_zero_warn(
-                f"`{lost[0]}` holds nothing that is merged, and its training is undone at each boundary; name the part "
-                "to merge with `module_attr` and what is outside of it (such as heads) is left alone."
-            )
 
     def _fold(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         merger, task = self._require_merger(), self._next_task(trainer)
