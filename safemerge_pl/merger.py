@@ -3,12 +3,10 @@
 import copy
 import fnmatch
 import functools
-import itertools
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,20 +17,17 @@ from torch import Tensor
 from safemerge_pl import saving
 from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.cores import map_on_cores
 from safemerge_pl.differences import Likeness, Mismatch, is_floating
-from safemerge_pl.fold_report import FoldReport, LayerReport, layer_rows
+from safemerge_pl.fold_report import FoldReport, LayerReport
+from safemerge_pl.folding import Folding, exact_arithmetic
 from safemerge_pl.layers import (
-    CORE_STACK_ENTRIES,
-    MAX_CORE_ENTRIES,
     MergeLayer,
     known_layers,
-    plan_stacks,
     select_layers,
     vision_only,
 )
 from safemerge_pl.ledger import ledger_line, provenance
-from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
+from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.preflight import aligned, require_dtype, require_finite, require_fit, require_values
 from safemerge_pl.sharing import Processes
@@ -94,7 +89,7 @@ class ContinualMerger:
         self.saved: Path | None = None  # the output that it was read from or written to last
         self._merged: Mapping[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
         self._caches: dict[tuple[str, ...], dict[str, Tensor]] = {}
-        with _exact_arithmetic(self.device):
+        with exact_arithmetic(self.device):
             for name in self._parameters():
                 require_dtype(self.pretrained, name)
             self.reference = self._hash(lambda name: _sound(self.pretrained, name).float())
@@ -140,9 +135,11 @@ class ContinualMerger:
         start = time.perf_counter()
         state = copy.deepcopy(self.method.state_dict())
         try:
-            with _exact_arithmetic(self.device):
+            with exact_arithmetic(self.device):
                 names, checkpoint, hashed = self.processes.agree(lambda: self._sound_incoming(incoming, task))
-                staged, rows, losses, solving = self._merge(checkpoint, names)
+                folding = self._folding(checkpoint, names)
+                staged = self._room()
+                folding.run(staged)
         except CheckpointError as error:
             self.method.load_state_dict(state)
             raise CheckpointError(f"task '{task}': {error}") from error
@@ -150,6 +147,7 @@ class ContinualMerger:
             self.method.load_state_dict(state)
             raise
         self._replace(staged)
+        rows = [folding.rows[layer.name] for layer in self._units()]
         entries = [math.prod(layer.shape) for layer in self._units()]
         report = FoldReport(
             task=task,
@@ -158,9 +156,9 @@ class ContinualMerger:
             incoming=hashed,
             merged=self.fingerprint(),
             seconds=time.perf_counter() - start,
-            solve_seconds=solving,
+            solve_seconds=folding.solve_seconds,
             kept_fraction=sum(row.kept_fraction * size for row, size in zip(rows, entries, strict=True)) / sum(entries),
-            losses=tuple(losses),
+            losses=tuple(folding.losses),
             layers=tuple(rows),
             notes=tuple(self._notes(checkpoint, rows, hashed)),
             **provenance(checkpoint),
@@ -336,73 +334,20 @@ class ContinualMerger:
         merged = self._merged.get(name)
         return self.pretrained[name].float() if merged is None else merged
 
-    def _merge(
-        self, checkpoint: Checkpoint, names: dict[str, str]
-    ) -> tuple[MutableMapping[str, Tensor], list[LayerReport], list[float], float]:
-        """New parameters, a report row a unit, the summed losses, and the seconds of the inner optimisations."""
-        staged = self._room()
-        rows: dict[str, LayerReport] = {}
-        losses: list[float] = []
-        solving = 0.0
-        self.method.prepare(len(self.reports) + 1, lambda: self._vectors(checkpoint, names))
-        for layers, result, stack_rows in self._results(checkpoint, names):
-            for layer, row, matrix in zip(layers, stack_rows, result.merged, strict=True):
-                if not (torch.isfinite(matrix).all() and row.sound):
-                    raise CheckpointError(
-                        f"layer {layer.name}: scores, loss or merged weights are not finite; its task vector (norm "
-                        f"{row.task_norm:.3g}) or `lr` is too large."
-                    )
-                name = layer.parameter
-                whole = staged[name] if name in staged else self._current(name).clone()
-                layer.view(whole).copy_(matrix)
-                staged[name] = whole
-            rows |= {row.layer: row for row in stack_rows}
-            solving += result.solve_seconds
-            if result.losses is not None:
-                summed = result.losses.double().sum(1).tolist()
-                losses = [a + b for a, b in zip(losses, summed, strict=True)] if losses else summed
-        self._rescale(staged)
-        return staged, [rows[layer.name] for layer in self._units()], losses, solving
-
-    def _results(
-        self, checkpoint: Checkpoint, names: dict[str, str]
-    ) -> Iterator[tuple[tuple[MergeLayer, ...], StackResult, list[LayerReport]]]:
-        """Fold stack by stack, several at a time where there are cores or processes for them."""
-        for batch, on_cores in self._batches():
-            mine = self.processes.agree(functools.partial(self._fold_batch, batch, on_cores, checkpoint, names))
-            shapes = [(len(layers), *layers[0].shape) for layers in batch]
-            results = self.processes.exchange(mine, shapes, self.device)
-            yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
-        for layer in self.others:
-            stack = self._read_stack((layer,), checkpoint, names)
-            result = _explained(self.method.fold_rest, stack)
-            yield (layer,), result, layer_rows(stack, result)
-
-    def _batches(self) -> Iterator[tuple[list[tuple[MergeLayer, ...]], bool]]:
-        """Stacks that are folded at the same time, and whether each gets a core to itself.
-
-        What is in a stack depends on shapes, method and kind of device only, never on the number of cores or processes.
-        """
-        cores = self.device.type == "cpu" and self.method.concurrent
-        plan = plan_stacks(self.layers, CORE_STACK_ENTRIES) if cores else plan_stacks(self.layers)
-        for small, group in itertools.groupby(plan, lambda stack: math.prod(stack[0].shape) <= MAX_CORE_ENTRIES):
-            stacks, size = list(group), self.processes.count
-            if cores and small:
-                size *= self.processes.threads
-            yield from ((stacks[start : start + size], cores and small) for start in range(0, len(stacks), size))
-
-    def _fold_batch(
-        self, batch: list[tuple[MergeLayer, ...]], on_cores: bool, checkpoint: Checkpoint, names: dict[str, str]
-    ) -> list[tuple[StackResult, list[LayerReport]]]:
-        """This process's part of a batch."""
-
-        def fold(stack: Stack) -> tuple[StackResult, list[LayerReport]]:
-            with _exact_arithmetic(self.device):  # its switches are a thread's own
-                result = _explained(self.method.fold_stack, stack)
-                return result, layer_rows(stack, result)
-
-        stacks = [self._read_stack(layers, checkpoint, names) for layers in self.processes.mine(batch)]
-        return map_on_cores(fold, stacks) if on_cores else [fold(stack) for stack in stacks]
+    def _folding(self, checkpoint: Checkpoint, names: dict[str, str]) -> Folding:
+        return Folding(
+            method=self.method,
+            index=len(self.reports) + 1,
+            layers=self.layers,
+            others=self.others,
+            pretrained=self.pretrained,
+            current=self._current,
+            incoming=checkpoint,
+            names=names,
+            device=self.device,
+            processes=self.processes,
+            caches=self._caches,
+        )
 
     def _room(self) -> MutableMapping[str, Tensor]:
         """Where the next merged weights go until they are whole."""
@@ -418,39 +363,6 @@ class ContinualMerger:
         if isinstance(old, DiskTensors):
             old.close()
 
-    def _rescale(self, staged: MutableMapping[str, Tensor]) -> None:
-        """Apply the method's factor to the accumulated vectors."""
-        if type(self.method).rescale is MergeMethod.rescale:
-            return
-        norm = 0.0
-        for name, tensor in staged.items():
-            norm += float((tensor - self.pretrained[name].float()).double().square().sum())
-        factor = self.method.rescale(norm**0.5)
-        for name in list(staged) if factor != 1.0 else ():
-            base = self.pretrained[name].float()
-            staged[name] = staged[name].sub_(base).mul_(factor).add_(base)
-
-    def _vectors(self, checkpoint: Checkpoint, names: dict[str, str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, accumulated vector and task vector of everything that is merged, one at a time."""
-        for layer in self._units():
-            stack = self._read_stack((layer,), checkpoint, names)
-            yield layer.name, stack.merged_vector[0], stack.task_vector[0]
-
-    def _read_stack(self, layers: tuple[MergeLayer, ...], checkpoint: Checkpoint, names: dict[str, str]) -> Stack:
-        pretrained, merged, incoming = [], [], []
-        for layer in layers:
-            base, new = self.pretrained[layer.parameter], checkpoint[names[layer.parameter]]
-            if new.dtype != base.dtype and torch.equal(base.to(new.dtype), new):
-                new = base  # the pretrained tensor, stored in fewer bits: rounding is not a task
-            pretrained.append(layer.view(base))
-            incoming.append(layer.view(new))
-            merged.append(layer.view(self._current(layer.parameter)))
-        key = tuple(layer.name for layer in layers)
-        theta_0, merged_so_far, theta_t = (
-            torch.stack([part.float() for part in parts]).to(self.device) for parts in (pretrained, merged, incoming)
-        )
-        return Stack(key, len(self.reports) + 1, theta_0, merged_so_far, theta_t, self._caches.setdefault(key, {}))
-
     def _notes(self, checkpoint: Checkpoint, rows: list[LayerReport], hashed: str) -> Iterator[str]:
         yield from checkpoint.notes if self.reports else (*self.pretrained.notes, *checkpoint.notes)
         if not any(row.task_norm for row in rows):
@@ -465,26 +377,6 @@ def _sound(checkpoint: Checkpoint, name: str) -> Tensor:
     tensor = checkpoint[name]
     require_finite(tensor, name, checkpoint.source)
     return tensor
-
-
-def _explained(fold: Callable[[Stack], StackResult], stack: Stack) -> StackResult:
-    """Fold, and name the layers if that fails."""
-    try:
-        return fold(stack)
-    except (ArithmeticError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"layers {stack.layers[0]} to {stack.layers[-1]}: {error}") from error
-
-
-@contextmanager
-def _exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Full float32 whatever surrounds the call: no autocast, no TF32, no inference mode, no graph."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 def _mergeable(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

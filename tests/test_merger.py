@@ -32,7 +32,7 @@ from tiny import (
 )
 from torch import Tensor, nn
 
-from safemerge_pl import merger as merger_module
+from safemerge_pl import folding as folding_module
 from safemerge_pl.checkpoints import CheckpointError, Source
 from safemerge_pl.folders import STATE_FILE
 from safemerge_pl.merger import ContinualMerger, FoldReport
@@ -201,8 +201,8 @@ def test_the_order_of_tensors_in_a_file_does_not_matter() -> None:
 
 def test_the_order_in_which_stacks_are_folded_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = folded(1, 2).fingerprint()
-    plan = merger_module.plan_stacks
-    monkeypatch.setattr(merger_module, "plan_stacks", lambda layers, *size: plan(layers, *size)[::-1])
+    plan = folding_module.plan_stacks
+    monkeypatch.setattr(folding_module, "plan_stacks", lambda layers, *size: plan(layers, *size)[::-1])
     assert folded(1, 2).fingerprint() == expected
 
 
@@ -538,8 +538,8 @@ def test_a_fold_that_fails_midway_changes_nothing(
     error: type[BaseException], stack: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """G6: and folding again gives what an undisturbed fold gives."""
-    plan = merger_module.plan_stacks
-    monkeypatch.setattr(merger_module, "plan_stacks", lambda layers, *size: plan(layers, 64))
+    plan = folding_module.plan_stacks
+    monkeypatch.setattr(folding_module, "plan_stacks", lambda layers, *size: plan(layers, 64))
     base = tower()
     undisturbed, merger = ContinualMerger(base, breaking()), ContinualMerger(base, breaking())
     for each in (undisturbed, merger):
