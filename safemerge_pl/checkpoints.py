@@ -52,6 +52,7 @@ def open_checkpoint(source: Source, *, revision: str | None = None) -> Checkpoin
         CheckpointError: if nothing usable is there.
 
     Example:
+        >>> import torch
         >>> checkpoint = open_checkpoint({"fc1.weight": torch.zeros(3, 2)})
         >>> list(checkpoint), checkpoint.shape("fc1.weight")
         (['fc1.weight'], (3, 2))
