@@ -269,9 +269,11 @@ def _silence_known_warnings() -> None:
 
 def _is_for_the_user(error: Exception) -> bool:
     """Errors that say what to mend; anything else is a bug and keeps its traceback."""
+    if isinstance(error, (ValueError, FileNotFoundError, PermissionError)):
+        return True  # without the seconds that it takes to import Lightning
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    return isinstance(error, (MisconfigurationException, ValueError, FileNotFoundError, PermissionError))
+    return isinstance(error, MisconfigurationException)
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:

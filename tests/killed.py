@@ -144,7 +144,7 @@ def every_event(expected: dict[int, str]) -> dict[str, int]:
             assert status == 0, (ROOT / f"stderr-{process}").read_text()
             return {"killed": number, "yesterday": seen[1], "today": seen[2]}
         seen[len(found)] += 1
-        if len(found) == 1:
+        if len(found) == 1 and number % 3 == 0:
             assert os.waitpid(child(lambda: fold("task2", first=False)), 0)[1] == 0
             assert len(tasks(expected)) == 2
             assert [path.name for path in OUT.parent.iterdir()] == ["out"]
