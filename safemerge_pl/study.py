@@ -177,6 +177,8 @@ class Study:
         ]
         if unknown:
             raise MisconfigurationException(f"`sets`: no stream has a set {', '.join(unknown)}.")
+        for data in self.streams.values():
+            require_published(data, "pretrained", {}, self.assert_scores)
         sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
         blank = pickle.dumps(self)  # for other processes, before anything is loaded
         self._load()

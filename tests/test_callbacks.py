@@ -499,6 +499,15 @@ def test_reference_rows_are_right_and_leave_no_trace(
     assert individual["accuracies"]["mnist"] > rows.rows["pretrained"]["accuracies"]["mnist"] + 0.3
 
 
+def test_published_scores_that_nobody_knows_are_not_asserted(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make
+) -> None:
+    rows = ReferenceRows(assert_scores=0.01)
+    with pytest.raises(MisconfigurationException, match="SmallZoo knows no published scores"):
+        make_trainer(merge_callback(), rows).fit(module, small_data())
+    assert rows.rows == {}
+
+
 def test_a_row_cut_short_is_refused(
     module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make, monkeypatch: Any
 ) -> None:

@@ -139,6 +139,7 @@ def test_an_error_in_another_process_is_told(tmp_path: Path) -> None:
         ),
         (None, {"figures": [StudyFigure("f.png", "keep_ratio", ["acc"])]}, "no acc"),
         (None, {"sets": ["wether"]}, "`sets`: no stream has a set wether"),
+        (None, {"assert_scores": 0.01}, "SmallZoo knows no published scores"),
         (None, {"jobs": 0}, "`jobs` must be at least 1, got 0"),
         (None, {"experts": "nowhere"}, "task 'weather' has no model: nowhere/weather"),
     ],

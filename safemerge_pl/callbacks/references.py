@@ -39,6 +39,7 @@ class ReferenceRows(L.Callback):
         scorer = pl_module.scorer if isinstance(pl_module, ContinualMergeModule) else None
         if scorer is None:
             return
+        require_published(scorer.data, "pretrained", {}, self.assert_scores)  # before anything takes long
         target = merge.target(pl_module)
 
         def told(task: str, row: Row) -> None:
