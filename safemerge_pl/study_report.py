@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from safemerge_pl.report import environment, write_json, write_text
+from safemerge_pl.report import environment, write_figure, write_json, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,7 +157,7 @@ def _draw(study: "Study", figure: "StudyFigure", found: list[Aggregate]) -> None
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize=7)
     canvas.suptitle(figure.title, fontsize=11)
-    canvas.savefig(study.folder / figure.file, dpi=120)
+    write_figure(study.folder / figure.file, canvas)
 
 
 def _draw_line(axes: "Axes", figure: "StudyFigure", score: str, entries: list[Aggregate], name: str) -> None:
