@@ -99,14 +99,15 @@ def matrix_figure(report: Report) -> "Figure":
     image = axes.imshow(values or [[float("nan")] * len(names)], cmap="viridis", vmin=0, vmax=100, aspect="auto")
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.axvline(len(report["tasks"]) - 0.5, color="white", linewidth=3)
+    if report["controls"]:
+        axes.axvline(len(report["tasks"]) - 0.5, color="white", linewidth=3)
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             if value == value:
                 shade = "black" if value > 60 else "white"
                 axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=8)
     axes.set_title(f"Accuracy after each merge (%), {report['method']['name']}", fontsize=11)
-    axes.set_xlabel("merged tasks, then held-out control sets")
+    axes.set_xlabel("merged tasks, then held-out control sets" if report["controls"] else "merged tasks")
     figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01)
     return figure
 

@@ -139,6 +139,11 @@ def test_the_matrix_has_a_row_a_merge_and_a_column_a_set(report: dict[str, Any])
     assert [text.get_text() for text in figure.axes[0].texts] == ["15", "25", "60", "90", "50", "70", "80", "40"]
     assert figure.axes[0].images[0].get_array().shape == (3, 3)
     assert "SAFE-Merge" in figure.axes[0].get_title()
+    assert figure.axes[0].get_xlabel() == "merged tasks, then held-out control sets"
+    assert len(figure.axes[0].lines) == 1  # between tasks and control sets
+    report["controls"] = []
+    alone = matrix_figure(report).axes[0]
+    assert (alone.get_xlabel(), len(alone.lines)) == ("merged tasks", 0)
 
 
 def test_the_stream_has_a_line_a_number_and_the_pretrained_level(report: dict[str, Any]) -> None:
