@@ -10,9 +10,10 @@ from safemerge_pl.callbacks import MergeCallback
 from safemerge_pl.checkpoints import open_checkpoint
 from safemerge_pl.data import ImageSet, StreamDataModule
 from safemerge_pl.experts import find_experts
-from safemerge_pl.layers import plan_stacks, select_layers
+from safemerge_pl.layers import plan_stacks
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.preflight import aligned, require_fit
+from safemerge_pl.selection import what_is_merged
 
 __all__ = ["check_stream"]
 
@@ -45,10 +46,11 @@ def check_stream(
             problems.append(f"set '{name}': {error}")
     try:
         base = open_checkpoint(module.backbone.folder())
-        layers = select_layers(base.shapes(), merge.layers)
+        layers, others = what_is_merged(base, merge.method, merge.layers)
     except ValueError as error:
         return facts, [*problems, f"pretrained model: {error}"]
-    parameters = list(dict.fromkeys(layer.parameter for layer in layers))
+    units = [*layers, *others]
+    parameters = list(dict.fromkeys(unit.parameter for unit in units))
     try:
         experts = find_experts(merge.experts, list(data.stream))
     except MisconfigurationException as error:
@@ -60,14 +62,15 @@ def check_stream(
             facts += [f"task '{task}': {note}" for note in incoming.notes]
         except ValueError as error:
             problems.append(f"task '{task}': {error}")
-    entries = sum(math.prod(layer.shape) for layer in layers)
+    entries = sum(math.prod(unit.shape) for unit in units)
     total = sum(math.prod(shape) for shape in base.shapes().values())
-    stack = max(sum(math.prod(layer.shape) for layer in part) for part in plan_stacks(layers))
+    stack = max(sum(math.prod(unit.shape) for unit in part) for part in plan_stacks(units))
     facts.append(f"{len(data.stream)} tasks: {', '.join(data.stream)}")
     facts.append(f"control sets: {', '.join(data.controls) or 'none (no Gen. and no H-score)'}")
     facts.append(f"method: {type(merge.method).__name__} {merge.method.settings()}")
+    also = f" and {len(others)} other tensors" if others else ""
     facts.append(
-        f"merged: {len(layers)} layers, {entries / 1e6:.2f} M of {total / 1e6:.2f} M parameters, "
+        f"merged: {len(layers)} layers{also}, {entries / 1e6:.2f} M of {total / 1e6:.2f} M parameters, "
         "the rest stays pretrained"
     )
     facts.append(f"memory for merging: about {4 * (3 * entries + 8 * stack) / 2**20:.0f} MiB beside the model")

@@ -1,7 +1,6 @@
 """Fold fine-tuned models, one after another, into one merged model. Pure PyTorch."""
 
 import copy
-import fnmatch
 import functools
 import math
 import shutil
@@ -17,19 +16,17 @@ from torch import Tensor
 from safemerge_pl import saving
 from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.differences import Likeness, Mismatch, is_floating
+from safemerge_pl.differences import Likeness, Mismatch
 from safemerge_pl.fold_report import FoldReport, LayerReport
 from safemerge_pl.folding import Folding, exact_arithmetic
 from safemerge_pl.layers import (
     MergeLayer,
-    known_layers,
-    select_layers,
-    vision_only,
 )
 from safemerge_pl.ledger import ledger_line, provenance
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.preflight import aligned, require_dtype, require_finite, require_fit, require_values
+from safemerge_pl.selection import what_is_merged
 from safemerge_pl.sharing import Processes
 from safemerge_pl.side_files import OutputDtype
 from safemerge_pl.store import DiskTensors, LazyTensors
@@ -79,9 +76,7 @@ class ContinualMerger:
         self.method = SafeMerge() if method is None else method
         self.pretrained = _snapshot(pretrained)
         self._aliases = tied_names(self.pretrained)
-        shapes = _mergeable(self.pretrained, self._aliases)
-        self.layers = select_layers(shapes, layers, self.method.scope)
-        self.others = self._rest(layers) if self.method.merges_rest else []
+        self.layers, self.others = what_is_merged(self.pretrained, self.method, layers)
         self.device = torch.device(device)
         self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
         self.reports: list[FoldReport] = []
@@ -304,18 +299,6 @@ class ContinualMerger:
     def _ledger_line(self, report: FoldReport) -> str:
         return ledger_line(report, self.method.label, self.method.settings())
 
-    def _rest(self, patterns: Sequence[str] | None) -> list[MergeLayer]:
-        """Every floating-point tensor that is in no stack, under its own name; tied ones once."""
-        stacked = {layer.parameter for layer in self.layers}
-        return [
-            MergeLayer(name, name, self.pretrained.shape(name))
-            for name in vision_only(self.pretrained)
-            if name not in stacked
-            and name not in self._aliases
-            and self.pretrained.dtype(name).is_floating_point
-            and (patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
-        ]
-
     def _units(self) -> list[MergeLayer]:
         """Everything that is merged: matrices of the stacks, then single tensors."""
         return [*self.layers, *self.others]
@@ -377,16 +360,6 @@ def _sound(checkpoint: Checkpoint, name: str) -> Tensor:
     tensor = checkpoint[name]
     require_finite(tensor, name, checkpoint.source)
     return tensor
-
-
-def _mergeable(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Shapes of what could be merged: no second names, and no integer buffers.
-
-    Integer tensors that stand where a layer should be stay in: a quantised model must be refused, not passed over.
-    """
-    shapes = {name: shape for name, shape in checkpoint.shapes().items() if name not in aliases}
-    known = set(known_layers(shapes))
-    return {name: shape for name, shape in shapes.items() if name in known or is_floating(checkpoint, name)}
 
 
 def _snapshot(pretrained: Source) -> Checkpoint:

@@ -1,0 +1,58 @@
+"""What a method merges of a model."""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+from safemerge_pl.differences import is_floating
+from safemerge_pl.layers import MergeLayer, known_layers, select_layers, vision_only
+from safemerge_pl.lazy import Checkpoint
+from safemerge_pl.methods.base import MergeMethod
+from safemerge_pl.weights import tied_names
+
+__all__ = ["what_is_merged"]
+
+
+def what_is_merged(
+    checkpoint: Checkpoint, method: MergeMethod, patterns: Sequence[str] | None = None
+) -> tuple[list[MergeLayer], list[MergeLayer]]:
+    """Matrices that a method merges in stacks, and tensors that it merges one by one; from headers alone.
+
+    Args:
+        checkpoint: the pretrained model.
+        method: says which matrices, and whether all others too.
+        patterns: shell-style patterns of the parameters to merge, instead of the built-in choice.
+
+    Raises:
+        ValueError: if nothing is selected, or a pattern selects nothing.
+
+    Example:
+        >>> import torch
+        >>> from safemerge_pl.lazy import Memory
+        >>> from safemerge_pl.methods import OPCM
+        >>> model = Memory({"h.0.mlp.c_fc.weight": torch.ones(2, 8), "h.0.ln_1.bias": torch.ones(2)}, "a file")
+        >>> [[part.name for part in parts] for parts in what_is_merged(model, OPCM())]
+        [['model.0.up'], ['h.0.ln_1.bias']]
+    """
+    aliases = tied_names(checkpoint)
+    layers = select_layers(_mergeable(checkpoint, aliases), patterns, method.scope)
+    if not method.merges_rest:
+        return layers, []
+    stacked = {layer.parameter for layer in layers}
+    return layers, [
+        MergeLayer(name, name, checkpoint.shape(name))
+        for name in vision_only(checkpoint)
+        if name not in stacked
+        and name not in aliases
+        and checkpoint.dtype(name).is_floating_point
+        and (patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    ]
+
+
+def _mergeable(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what could be merged: no second names, and no integer buffers.
+
+    Integer tensors that stand where a layer should be stay in: a quantised model must be refused, not passed over.
+    """
+    shapes = {name: shape for name, shape in checkpoint.shapes().items() if name not in aliases}
+    known = set(known_layers(shapes))
+    return {name: shape for name, shape in shapes.items() if name in known or is_floating(checkpoint, name)}
