@@ -11,13 +11,12 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from safemerge_pl.image_checks import NAMES_FILE, checked_rows
 from safemerge_pl.image_sets import SetSpec
 
 __all__ = ["choose_files", "open_rows"]
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm")
-_IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "jpeg")
-_LABEL_COLUMNS = ("label", "labels", "cls", "fine_label")
 
 
 def open_rows(spec: SetSpec, folder: str | None = None, cache_dir: str | None = None, *, any_size: bool = False) -> Any:
@@ -37,7 +36,7 @@ def open_rows(spec: SetSpec, folder: str | None = None, cache_dir: str | None = 
     """
     place = _in_folder(spec, folder) if folder is not None else _from_hub(spec, cache_dir)
     rows = _read(place, spec, cache_dir)
-    return _checked(rows, spec, place, any_size)
+    return checked_rows(rows, spec, place, any_size)
 
 
 def choose_files(paths: Sequence[str], split: str, config: str | None = None) -> list[str]:
@@ -136,6 +135,7 @@ def _snapshot(spec: SetSpec, revision: str | None, kept: str | None, online: boo
         wanted = choose_files(HfApi().list_repo_files(spec.hub, **what), spec.split, spec.config)
         if not wanted:
             raise ValueError(f"the hub has no files of a split '{spec.split}'")
+        wanted = [*wanted, NAMES_FILE]
     return Path(snapshot_download(spec.hub, **what, cache_dir=kept, allow_patterns=wanted, local_files_only=not online))
 
 
@@ -153,7 +153,7 @@ def _hub_answers(endpoint: str) -> bool:
 
 def _offline(spec: SetSpec) -> str:
     """How to get a set to a machine that does not reach the hub."""
-    patterns = f"'*{spec.split}-*' '*{spec.split}/*'"
+    patterns = f"'*{spec.split}-*' '*{spec.split}/*'" + f" {NAMES_FILE}" * (spec.label == "cls")
     return (
         f"where the hub is reachable run `hf download {spec.hub} --repo-type dataset --include {patterns} --local-dir "
         f"SETS/{spec.name}`, copy SETS here and set the data's `folder` to it (images as {spec.split}/<class>/<image> "
@@ -181,67 +181,6 @@ def _read(files: Sequence[Path], spec: SetSpec, cache_dir: str | None) -> Any:
         lines = str(error.__cause__ or error).splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise ValueError(f"set '{spec.name}': {files[0]} cannot be read ({reason}); fetch it again.") from error
-
-
-def _checked(rows: Any, spec: SetSpec, files: Sequence[Path], any_size: bool) -> Any:
-    """The two columns under their usual names, after a look at everything that could make a score wrong."""
-    import datasets
-
-    where = f"set '{spec.name}' in {files[0].parent}"
-    columns = {}
-    for kind, wanted, others in (("image", spec.image, _IMAGE_COLUMNS), ("label", spec.label, _LABEL_COLUMNS)):
-        present = [name for name in (wanted, *others) if name in rows.column_names]
-        if not present:
-            raise ValueError(f"{where} has no column `{wanted}` for the {kind}; it has {', '.join(rows.column_names)}.")
-        columns[kind] = present[0]
-    rows = rows.select_columns(list(columns.values()))
-    if columns["image"] != "image" or columns["label"] != "label":
-        rows = rows.rename_columns({column: kind for kind, column in columns.items() if kind != column})
-    if not isinstance(rows.features["image"], datasets.Image):
-        try:
-            rows = rows.cast_column("image", datasets.Image())
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise ValueError(
-                f"{where}: column `{columns['image']}` holds {rows.features['image']}, no images."
-            ) from error
-    _require_labels(rows, spec, where)
-    if spec.size is not None and len(rows) != spec.size and not any_size:
-        raise ValueError(
-            f"{where} has {len(rows)} images, expected {spec.size} in the split '{spec.split}'; fetch it again, or set "
-            "the data's `any_size` if it is meant to differ."
-        )
-    return rows
-
-
-def _require_labels(rows: Any, spec: SetSpec, where: str) -> None:
-    """Labels must be the indices of the described classes, in the described order."""
-    import datasets
-
-    feature, count = rows.features["label"], len(spec.classes)
-    if isinstance(feature, datasets.ClassLabel):
-        if feature.num_classes != count:
-            raise ValueError(f"{where} has {feature.num_classes} classes, expected {count}: it is another data set.")
-        mine = [_plain(name) for name in spec.classes]
-        for index, name in enumerate(map(_plain, feature.names)):
-            if name in mine and mine[index] != name:
-                raise ValueError(
-                    f"{where} has its classes in another order: label {index} is '{feature.names[index]}', expected "
-                    f"'{spec.classes[index]}'; sort them as {spec.name}.yaml does."
-                )
-    dtype = getattr(feature, "dtype", str(feature))
-    if not re.fullmatch(r"bool|u?int\d+", str(dtype)):
-        raise ValueError(f"{where} has labels of type {dtype}, expected class indices from 0 to {count - 1}.")
-    if not len(rows):
-        raise ValueError(f"{where} is empty.")
-    labels = rows.select_columns("label").with_format("numpy")[:]["label"].astype("int64")
-    if labels.min() < 0 or labels.max() >= count:
-        wrong = int(labels.min() if labels.min() < 0 else labels.max())
-        raise ValueError(f"{where} has the label {wrong}, expected 0 to {count - 1}: a split without public labels?")
-
-
-def _plain(name: str) -> str:
-    """A class name without case, underscores and marks, for comparing."""
-    return re.sub(r"[\W_]+", " ", name.casefold()).strip()
 
 
 @contextmanager

@@ -65,6 +65,19 @@ def test_a_folder_of_archives(tmp_path: Path) -> None:
     assert sorted(rows["label"]) == [3, 6]
 
 
+def test_class_names_beside_archives(tmp_path: Path) -> None:
+    """Labels of a web data set are bare numbers; its list of names tells another order."""
+    write_set(tmp_path / "fer2013", "fer2013")
+    names = list(find_spec("fer2013").classes)
+    listed = tmp_path / "fer2013" / "classnames.txt"
+    listed.write_text("\n".join(["furious", *names[1:]]) + "\n")
+    assert len(rows_of(tmp_path, "fer2013")) == 5
+    for wrong in (names[::-1], names[1:], [*names, "bored"]):
+        listed.write_text("\n".join(wrong))
+        with pytest.raises(ValueError, match=r"classnames\.txt lists \d classes, \d of 7 where fer2013\.yaml has them"):
+            rows_of(tmp_path, "fer2013")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -160,7 +173,7 @@ def test_only_the_split_is_fetched_from_the_hub(monkeypatch: pytest.MonkeyPatch,
     assert len(open_rows(spec, any_size=True)) == 5
     (call,) = asked
     assert call["revision"] == "refs/convert/parquet"
-    assert call["allow_patterns"] == ["default/test/0000.parquet"]
+    assert call["allow_patterns"] == ["default/test/0000.parquet", "classnames.txt"]
     assert not call["local_files_only"]
 
 
