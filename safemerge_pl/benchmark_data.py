@@ -87,6 +87,7 @@ class CLIPBenchmarkData(StreamDataModule):
         for name, spec in self.specs.items() if self.published and self.limit is None else ():
             for kind, row in (("pretrained", "pretrained"), ("expert", "individual")):
                 count = spec.count(self.published or "", kind)
-                if count is not None and spec.size and name not in self.prompts:
+                scored = row == "pretrained" or name in self.stream.names
+                if count is not None and spec.size and scored and name not in self.prompts:
                     scores[row][name] = count / spec.size
         return {row: known for row, known in scores.items() if known}
