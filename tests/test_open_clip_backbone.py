@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import CONTROLS, RANKS, SmallZoo
 from safetensors.torch import load_file, save_file
-from tiny import seeded, tuned
+from tiny import folder_of, seeded, tuned
 from torch import Tensor
 
 from safemerge_pl.backbones import build_backbone
@@ -143,17 +143,20 @@ def test_one_merge_in_both_layouts(method: MergeMethod, hf: Any, folder: Path) -
         )
 
 
-@pytest.mark.parametrize("form", ["folder", "file"])
+@pytest.mark.parametrize("form", ["folder", "file", "experts of transformers"])
 def test_a_stream_and_what_it_writes(
-    form: str, folder: Path, tmp_path: Path, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    form: str, hf: Any, folder: Path, tmp_path: Path, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """L2: no network; the merged folder and the file in it are loaded by open_clip and score the same."""
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "tiny", CONFIG)
-    source = str(folder if form == "folder" else folder / "open_clip_model.safetensors")
+    source = str(folder / "open_clip_model.safetensors" if form == "file" else folder)
     experts = {}
     for seed, task in enumerate(TASKS):
-        place = tmp_path / task
-        experts[task] = str(write(place, tuned(load(folder), seed)))
+        if form == "experts of transformers":  # as they lie on the hub: the vision tower alone
+            expert = tuned({n: v for n, v in hf.state_dict().items() if n.startswith("vision_model.")}, seed)
+            experts[task] = str(folder_of(tmp_path / task, expert))
+        else:
+            experts[task] = str(write(tmp_path / task, tuned(load(folder), seed)))
     module = ContinualMergeModule(OpenCLIPBackbone("tiny", source))
     merge = SAFEMergeCallback(experts=experts, **RANKS)
     writer = MergedModelWriter(folder=str(tmp_path / "merged"))
