@@ -1,19 +1,21 @@
 """Backbones: the model that is merged, with what it takes to score it (preprocessing, text side)."""
 
+import hashlib
 import importlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from safemerge_pl.checkpoints import CheckpointError
+from safemerge_pl.checkpoints import CheckpointError, fingerprint
 
-__all__ = ["Backbone", "CLIPBackbone", "build_backbone"]
+__all__ = ["Backbone", "CLIPBackbone", "backbone_spec", "build_backbone"]
 
 
 class Backbone(nn.Module, ABC):
@@ -44,6 +46,14 @@ class Backbone(nn.Module, ABC):
     def preprocess(self, examples: Sequence[Any]) -> Any:
         """The input of :meth:`forward`: of PIL images ``(N, C, H, W)`` float32, of texts tokens by name."""
 
+    def preprocessor(self) -> Callable[[Sequence[Any]], Tensor]:
+        """:meth:`preprocess` in a form that is cheap to send to another process."""
+        return self.preprocess
+
+    def text_key(self) -> str | None:
+        """Hash of everything that :meth:`encode_text` depends on; ``None`` if it is not known."""
+        return None
+
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         """Text features of the pretrained text tower, ``(N, D)``, not normalised; only a model for images has one."""
         raise MisconfigurationException(f"{type(self).__name__} has no zero-shot heads, so it cannot score images.")
@@ -59,22 +69,29 @@ class CLIPBackbone(Backbone):
     Args:
         pretrained: folder or hub id of a ``CLIPModel``, or ``"zoo"`` for the embedded mini CLIP.
         revision: branch, tag or commit, for a hub id.
+        image_backend: what resizes images: ``torchvision`` as transformers 5 does, or ``pil`` as earlier versions and
+            the paper's pipeline do. Pixels differ by rounding.
 
     Example:
         >>> CLIPBackbone("zoo").spec()["init_args"]
-        {'pretrained': 'zoo', 'revision': None}
+        {'pretrained': 'zoo', 'revision': None, 'image_backend': 'torchvision'}
     """
 
     merged_attr = "vision_model"
 
-    def __init__(self, pretrained: str = "zoo", revision: str | None = None) -> None:
+    def __init__(
+        self,
+        pretrained: str = "zoo",
+        revision: str | None = None,
+        image_backend: Literal["torchvision", "pil"] = "torchvision",
+    ) -> None:
         super().__init__()
-        self.pretrained, self.revision = str(pretrained), revision
+        self.pretrained, self.revision, self.image_backend = str(pretrained), revision, image_backend
         self._text: dict[str, Any] = {}  # a plain dict: the text side is no part of the module's state
 
     def spec(self) -> dict[str, Any]:
         """See :class:`Backbone`."""
-        return _spec(self, pretrained=self.pretrained, revision=self.revision)
+        return backbone_spec(self, pretrained=self.pretrained, revision=self.revision, image_backend=self.image_backend)
 
     def folder(self) -> Path:
         """See :class:`Backbone`."""
@@ -119,27 +136,71 @@ class CLIPBackbone(Backbone):
 
     def preprocess(self, images: Sequence[Any]) -> Tensor:
         """See :class:`Backbone`."""
-        if not hasattr(self, "_processor"):
-            from transformers import CLIPImageProcessor
+        return self.preprocessor()(images)
 
-            self._processor = CLIPImageProcessor.from_pretrained(self.folder())
-        pixels: Tensor = self._processor([image.convert("RGB") for image in images], return_tensors="pt")[
-            "pixel_values"
-        ]
-        return pixels
+    def preprocessor(self) -> Callable[[Sequence[Any]], Tensor]:
+        """See :class:`Backbone`."""
+        if not hasattr(self, "_processor"):
+            self._processor = _ImageProcessor(self.folder(), self.image_backend)
+        return self._processor
+
+    def text_key(self) -> str | None:
+        """See :class:`Backbone`; weights, activation and pooling of the text tower, and the tokenizer."""
+        if "key" not in self._text:
+            tower, tokenizer = self._text["tower"], self._text["tokenizer"]
+            weights = fingerprint(
+                [*tower.state_dict().items(), ("projection", self._text["projection"].weight)],
+            )
+            config = {key: value for key, value in tower.config.to_dict().items() if not key.endswith("version")}
+            fast = getattr(tokenizer, "backend_tokenizer", None)
+            words = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
+            parts = [weights, json.dumps(config, sort_keys=True, default=str), str(words), str(tokenizer.pad_token_id)]
+            self._text["key"] = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        key: str = self._text["key"]
+        return key
 
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         """See :class:`Backbone`."""
-        tokens = self._text["tokenizer"](list(texts), padding=True, return_tensors="pt")
-        pooled = self._text["tower"](**tokens).pooler_output
-        features: Tensor = self._text["projection"](pooled)
-        return features
+        device = next(self.parameters()).device
+        tokens = self._text["tokenizer"](list(texts), padding=True, return_tensors="pt").to(device)
+        if tokens["input_ids"].shape[1] > self._text["tower"].config.max_position_embeddings:
+            longest = max(texts, key=len)
+            raise ValueError(
+                f"the text tower takes {self._text['tower'].config.max_position_embeddings} tokens, which "
+                f"'{longest}' exceeds; shorten the class name or the template."
+            )
+        pooled = self._text["tower"].to(device)(**tokens).pooler_output
+        features: Tensor = self._text["projection"].to(device)(pooled)
+        return features.cpu()
 
     def forward(self, pixels: Tensor) -> Tensor:
         """See :class:`Backbone`."""
         features: Tensor = self.visual_projection(self.vision_model(pixels).pooler_output)
         return features
+
+
+class _ImageProcessor:
+    """The model's own preprocessing; small, so that worker processes get it without the model."""
+
+    def __init__(self, folder: Path, backend: str) -> None:
+        import transformers
+
+        kind = transformers.CLIPImageProcessor
+        if backend == "pil":  # before version 5 the one above
+            kind = getattr(transformers, "CLIPImageProcessorPil", kind)
+        try:
+            self._processor = kind.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder} has no preprocessor_config.json that can be read; copy the pretrained model's there."
+            ) from error
+
+    def __call__(self, images: Sequence[Any]) -> Tensor:
+        pixels: Tensor = self._processor([image.convert("RGB") for image in images], return_tensors="pt")[
+            "pixel_values"
+        ]
+        return pixels
 
 
 def build_backbone(backbone: Backbone | Mapping[str, Any]) -> Backbone:
@@ -156,7 +217,8 @@ def build_backbone(backbone: Backbone | Mapping[str, Any]) -> Backbone:
     return built
 
 
-def _spec(backbone: Backbone, **init_args: Any) -> dict[str, Any]:
+def backbone_spec(backbone: Backbone, **init_args: Any) -> dict[str, Any]:
+    """What :meth:`Backbone.spec` returns for a class and its arguments."""
     kind = type(backbone)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": init_args}
 

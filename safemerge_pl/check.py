@@ -39,9 +39,11 @@ def check_stream(
             examples = data.image_set(name)
             if not len(examples):
                 problems.append(f"set '{name}' is empty.")
-            elif isinstance(examples, ImageSet) and max(examples.rows["label"]) >= len(examples.classes):
-                highest, count = max(examples.rows["label"]), len(examples.classes)
-                problems.append(f"set '{name}' has the label {highest} but only {count} class names.")
+            elif isinstance(examples, ImageSet):
+                labels = examples.rows.select_columns("label").with_format("numpy")[:]["label"]  # a column is slow
+                highest, count = int(labels.max()), len(examples.classes)
+                if highest >= count:
+                    problems.append(f"set '{name}' has the label {highest} but only {count} class names.")
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"set '{name}': {error}")
     try:

@@ -96,7 +96,9 @@ def _lightning_cli(*, run: bool = True) -> Any:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-    import safemerge_pl.glue  # noqa: F401  # short class paths work for imported classes only
+    import safemerge_pl.benchmark_data
+    import safemerge_pl.glue
+    import safemerge_pl.open_clip_backbone  # noqa: F401  # short class paths work for imported classes only
     from safemerge_pl import callbacks, data
     from safemerge_pl.module import ContinualMergeModule
 
@@ -228,8 +230,10 @@ def _study() -> None:
     """Run a study from its configuration."""
     from jsonargparse import ArgumentParser
 
+    import safemerge_pl.benchmark_data
     import safemerge_pl.glue
-    import safemerge_pl.methods  # noqa: F401  # short class paths work for imported classes only
+    import safemerge_pl.methods
+    import safemerge_pl.open_clip_backbone  # noqa: F401  # short class paths work for imported classes only
     from safemerge_pl.study import Study
 
     _silence_known_warnings()

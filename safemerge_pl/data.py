@@ -124,9 +124,19 @@ class StreamDataModule(L.LightningDataModule):
         return self._sets[name]
 
     def setup(self, stage: str) -> None:
-        """Open every set, so that a missing one is known before the stream starts."""
+        """Open every set, so that all that are missing are known before the stream starts.
+
+        Raises:
+            ValueError: with a line for every set that cannot be opened.
+        """
+        problems = []
         for name in (*self.stream, *self.controls):
-            self.image_set(name)
+            try:
+                self.image_set(name)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
 
     def train_dataloader(self) -> DataLoader[Any]:
         """One empty batch: an epoch is one merge."""
@@ -168,6 +178,7 @@ class StreamDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             collate_fn=as_it_is,
             persistent_workers=False,
+            pin_memory=self.num_workers > 0 and torch.cuda.is_available(),
         )
 
     def dataset(self, name: str, backbone: Backbone) -> Dataset[Any]:
@@ -265,14 +276,20 @@ class _LazyPixels(Dataset[Any]):
     """Decodes and preprocesses a batch when it is asked for."""
 
     def __init__(self, images: ImageSet, backbone: Backbone) -> None:
-        self.images, self._preprocess = images, backbone.preprocess
+        self.images, self._preprocess = images, backbone.preprocessor()
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        rows = self.images.rows[list(indices)]
-        return self._preprocess(rows["image"]), torch.tensor(rows["label"]).long()
+        try:
+            rows = self.images.rows[list(indices)]
+            return self._preprocess(rows["image"]), torch.tensor(rows["label"]).long()
+        except (OSError, SyntaxError) as error:  # how Pillow reports what it cannot decode
+            raise ValueError(
+                f"set '{self.images.name}': one of the images {min(indices)} to {max(indices)} cannot be decoded "
+                f"({error}); fetch the set again."
+            ) from error
 
 
 class _KeptPixels(Dataset[Any]):

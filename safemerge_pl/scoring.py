@@ -14,6 +14,7 @@ from safemerge_pl.backbones import Backbone
 from safemerge_pl.checkpoints import CheckpointError, Source, match_names, open_checkpoint
 from safemerge_pl.cores import forward_on_cores
 from safemerge_pl.heads import zero_shot_head
+from safemerge_pl.kept_scores import keep_score, kept_score, place_of_score
 from safemerge_pl.preflight import aligned
 
 if TYPE_CHECKING:
@@ -137,6 +138,11 @@ class Scorer:
         device, training = next(self.backbone.parameters()).device, self.backbone.training
         trainer = self.data.trainer
         precision = nullcontext() if trainer is None else trainer.precision_plugin.val_step_context()
+        alone = trainer is None or (trainer.world_size == 1 and trainer.precision == "32-true")
+        kept = place_of_score(self.backbone, self.data.image_set(name)) if alone else None
+        known = kept_score(kept)
+        if known is not None:
+            return known
         self.backbone.eval()
         try:
             with precision:
@@ -144,7 +150,9 @@ class Scorer:
                     self.count(name, move_data_to_device(batch, device))
         finally:
             self.backbone.train(training)
-        return self.take(name)[0]
+        score = self.take(name)[0]
+        keep_score(kept, score)
+        return score
 
 
 def expert_weights(tower: nn.Module, source: Source, pretrained: Source | None = None) -> dict[str, Tensor]:

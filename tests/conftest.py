@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # see safemerge_pl.cli.main
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["SAFEMERGE_CACHE"] = ""  # keep nothing in the user's cache
 
 from collections.abc import Callable
 from pathlib import Path
