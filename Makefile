@@ -10,7 +10,7 @@ quickstart: .venv/installed
 	$(BIN)/safemerge fit --config quickstart.yaml
 
 test: .venv/installed-dev lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 literal      SAFE-Merge against Algorithm 1 written out literally
 rivals       the other methods against fusion_bench, with ``--peer`` an interpreter that has it
 scaling      growth with layers, width, tasks and ranks
+processes    a fold shared out among two processes
 out_of_core  models larger than memory, from disk to disk
 gpu          eight tasks of ViT-B/32 and ViT-L/14 shapes on a GPU
 """
@@ -15,11 +16,19 @@ import torch
 from benchmarks.gpu import gpu
 from benchmarks.literal import literal
 from benchmarks.out_of_core import out_of_core
+from benchmarks.processes import processes
 from benchmarks.rivals import rivals
 from benchmarks.scaling import scaling
 from safemerge_pl.report import environment, write_json
 
-PARTS = {"literal": literal, "rivals": rivals, "scaling": scaling, "out_of_core": out_of_core, "gpu": gpu}
+PARTS = {
+    "literal": literal,
+    "rivals": rivals,
+    "scaling": scaling,
+    "processes": processes,
+    "out_of_core": out_of_core,
+    "gpu": gpu,
+}
 
 
 def table(rows: list[dict[str, object]]) -> str:
@@ -50,7 +59,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["literal"], choices=[*PARTS, []], metavar="PART")
     parser.add_argument("--width", type=int, default=256, help="d_in; 768 is ViT-B/32 (the literal form takes minutes)")
     parser.add_argument("--layers", type=int, default=6, help="literal: square matrices")
-    parser.add_argument("--blocks", type=int, default=12, help="rivals: transformer blocks")
+    parser.add_argument("--blocks", type=int, default=12, help="rivals, processes: transformer blocks")
     parser.add_argument("--steps", type=int, default=50, help="rivals: steps of WUDI-Merging")
     parser.add_argument("--methods", nargs="*", help="rivals: these alone")
     parser.add_argument("--peer", help="rivals: interpreter with fusion_bench")

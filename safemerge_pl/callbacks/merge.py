@@ -162,7 +162,8 @@ class MergeCallback(L.Callback):
         self._mode.on_train_end(trainer, pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """The merger outlives the run's processes."""
+        """The merger outlives the run's processes; a state that was loaded to be looked at does not."""
+        self._restored = None
         if self.merger is not None:
             self.merger.processes = Processes(shared=False)
 
