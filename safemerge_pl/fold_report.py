@@ -90,8 +90,8 @@ def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
     count = len(stack.layers)
     kept = torch.ones(count) if result.kept_fraction is None else result.kept_fraction
     first, last = (None, None) if result.losses is None else (result.losses[0].tolist(), result.losses[-1].tolist())
-    task_norms = stack.task_vector.flatten(1).square().sum(1).sqrt().tolist()
-    update_norms = (result.merged - stack.merged).flatten(1).square().sum(1).sqrt().tolist()
+    task_norms = torch.linalg.vector_norm(stack.task_vector.flatten(1), dim=1).tolist()
+    update_norms = torch.linalg.vector_norm((result.merged - stack.merged).flatten(1), dim=1).tolist()
     return [
         LayerReport(
             layer=stack.layers[row],

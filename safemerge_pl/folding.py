@@ -15,6 +15,7 @@ from safemerge_pl.errors import CheckpointError
 from safemerge_pl.fold_report import LayerReport, layer_rows
 from safemerge_pl.layers import CORE_STACK_ENTRIES, MAX_CORE_ENTRIES, MergeLayer, plan_stacks
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
+from safemerge_pl.preflight import is_finite
 from safemerge_pl.sharing import Processes
 
 __all__ = ["Folding", "exact_arithmetic"]
@@ -67,7 +68,7 @@ class Folding:
         self.method.prepare(self.index, self._vectors)
         for layers, result, rows in self._results():
             for layer, row, matrix in zip(layers, rows, result.merged, strict=True):
-                if not (torch.isfinite(matrix).all() and row.sound):
+                if not (row.sound and is_finite(matrix)):
                     raise CheckpointError(
                         f"layer {layer.name}: scores, loss or merged weights are not finite; its task vector (norm "
                         f"{row.task_norm:.3g}) or `lr` is too large."
@@ -129,9 +130,7 @@ class Folding:
             incoming.append(layer.view(new))
             merged.append(layer.view(self.current(layer.parameter)))
         key = tuple(layer.name for layer in layers)
-        theta_0, merged_so_far, theta_t = (
-            torch.stack([part.float() for part in parts]).to(self.device) for parts in (pretrained, merged, incoming)
-        )
+        theta_0, merged_so_far, theta_t = (_stacked(parts).to(self.device) for parts in (pretrained, merged, incoming))
         return Stack(key, self.index, theta_0, merged_so_far, theta_t, self.caches.setdefault(key, {}))
 
     def _vectors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -163,6 +162,11 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """Matrices in float32 as one stack; a single one is not copied."""
+    return parts[0].float()[None] if len(parts) == 1 else torch.stack([part.float() for part in parts])
 
 
 def _explained(fold: Callable[[Stack], StackResult], stack: Stack) -> StackResult:

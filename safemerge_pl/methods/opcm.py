@@ -107,11 +107,13 @@ def project_out(task: Tensor, merged: Tensor, alpha: float, *, zero_diagonal: bo
     u, s, v = thin_svd(merged)
     total = s.sum(1, keepdim=True)
     share = torch.where(total > 0, s.cumsum(1) / total, 1.0)
-    inside = (share <= alpha)[:, None]
+    inside = share <= alpha
+    rank = int(inside.sum(1).max())  # what any layer protects; the products below need no more columns
+    block = inside[:, None, :rank]
     wide = task.double()
-    left, right = torch.where(inside, u, 0.0), torch.where(inside, v, 0.0)
-    clean = wide - left @ (left.mT @ wide @ right) @ right.mT
+    left, right = torch.where(block, u[:, :, :rank], 0.0), torch.where(block, v[:, :, :rank], 0.0)
+    clean = wide - left @ ((left.mT @ wide @ right) @ right.mT)
     if zero_diagonal:
-        diagonal = torch.where(inside[:, 0] | (s <= 0), 0.0, ((u.mT @ wide) * v.mT).sum(2))
+        diagonal = torch.where(inside | (s <= 0), 0.0, ((u.mT @ wide) * v.mT).sum(2))
         clean = clean - (u * diagonal[:, None]) @ v.mT
     return clean.to(task.dtype)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from safemerge_pl.cores import map_on_cores
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors, require_numbers
 
 __all__ = ["TiesMerging", "elect_and_sum", "trim_threshold"]
@@ -47,19 +48,20 @@ class TiesMerging(MergeMethod):
         return {"scaling": self.scaling, "top_k": self.top_k}
 
     def prepare(self, index: int, vectors: Vectors) -> None:
-        """Find both trim thresholds and the majority sign; one flat vector in memory at a time."""
+        """Find both trim thresholds and the majority sign, with two flat vectors in memory."""
         if index == 1:
             return
-        thresholds = []
-        for row in (0, 1):
-            rows = ((merged, task)[row] for _, merged, task in vectors())
-            sizes = np.concatenate([np.abs(vector.cpu().numpy()).reshape(-1) for vector in rows])
-            thresholds.append(trim_threshold(sizes, self.top_k))
-        self._thresholds = (thresholds[0], thresholds[1])
-        signs = 0
+        parts: list[list[np.ndarray[Any, Any]]] = [[], []]
+        for _, *pair in vectors():
+            for row, vector in zip(parts, pair, strict=True):
+                row.append(vector.abs().cpu().numpy().reshape(-1))
+        sizes = [np.concatenate(row) for row in parts]
+        parts.clear()
+        old, new = map_on_cores(lambda row: trim_threshold(row, self.top_k), sizes)
+        sizes.clear()
+        self._thresholds, signs = (old, new), 0
         for _, merged, task in vectors():
-            total = sum(_trim(vector, limit) for vector, limit in zip((merged, task), thresholds, strict=True))
-            signs += int(torch.as_tensor(total).sign().sum())
+            signs += int((_trim(merged, old) + _trim(task, new)).sign().sum())
         self._majority = float(np.sign(signs))
 
     def fold_stack(self, stack: Stack) -> StackResult:
