@@ -208,7 +208,12 @@ def _fold() -> None:
     parser = ArgumentParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
     parser.add_argument("--config", "-c", action="config")
     parser.add_function_arguments(fold_once)
-    config = parser.instantiate_classes(parser.parse_args())
+    arguments = sys.argv[1:]
+    if any(given.startswith("--method.") for given in arguments) and not {"--method", "--config", "-c"} & {
+        given.partition("=")[0] for given in arguments
+    }:
+        arguments = ["--method", "SafeMerge", *arguments]  # what is meant where only its settings are given
+    config = parser.instantiate_classes(parser.parse_args(arguments))
     sys.argv = [Path(sys.argv[0]).name.replace("__main__.py", "safemerge"), "fold", *sys.argv[1:]]  # for the model card
     options = {key: value for key, value in vars(config).items() if key != "config"}
     before = time.perf_counter()
