@@ -1,5 +1,6 @@
 """How much memory a piece of work takes."""
 
+import gc
 import resource
 import sys
 import threading
@@ -55,6 +56,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._start = torch.cuda.memory_allocated(self._device)
         else:
+            gc.collect()  # what is freed while the work runs would hide as much of what it takes
             self._start = self._highest = _resident()
             self._thread.start()
         return self
@@ -76,8 +78,9 @@ class PeakMemory:
 
 
 def _resident() -> int:
-    """Resident bytes now; 0 where the system does not tell."""
+    """Resident bytes now, without pages of files, which the system takes back as it likes; 0 where it does not tell."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+        return (int(resident) - int(shared)) * resource.getpagesize()
     except OSError:
         return 0
