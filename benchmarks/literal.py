@@ -16,7 +16,7 @@ from safemerge_pl.cores import map_on_cores
 from safemerge_pl.memory import PeakMemory
 from safemerge_pl.methods import SafeMerge, Stack
 
-__all__ = ["literal", "make_stack", "roofline"]
+__all__ = ["literal", "make_stack", "products_per_second", "roofline"]
 
 
 def make_stack(layers: int, d_out: int, d_in: int, device: str = "cpu") -> Stack:
@@ -43,7 +43,7 @@ def literal(arguments: argparse.Namespace) -> list[dict[str, object]]:
     ranks = {"scoring_rank": max(1, width // 6), "recovery_rank": max(1, width // 12), "task_rank": max(1, width // 96)}
     method = SafeMerge(**ranks)
     method.fold_stack(make_stack(1, width, width))  # libraries load and threads start outside the clock
-    speed = _products_per_second(width)
+    speed = products_per_second(width)
     rows: list[dict[str, object]] = []
     for d_out, count in ((width, layers), (4 * width, max(1, layers // 3))):
         stack = make_stack(count, d_out, width)
@@ -72,7 +72,7 @@ def literal(arguments: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
-def _products_per_second(width: int) -> float:
+def products_per_second(width: int) -> float:
     """Floating-point operations a second of square products, on as many threads as a fold may use."""
     a = torch.randn(width, width)
     threads = torch.get_num_threads()

@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from benchmarks.literal import _products_per_second, roofline
+from benchmarks.literal import products_per_second, roofline
 from benchmarks.models import vit
 from safemerge_pl.memory import PeakMemory
 from safemerge_pl.merger import ContinualMerger
@@ -40,7 +40,7 @@ def scaling(arguments: argparse.Namespace) -> list[dict[str, object]]:
                     merger.fold(expert, f"task{task}")
                     seconds = time.perf_counter() - start
             flops = roofline(4 * blocks, width, width, method) + roofline(blocks, 4 * width, width, method)
-            least = flops / _products_per_second(width)
+            least = flops / products_per_second(width)
             rows.append(
                 {"varied": varied, "value": value, "seconds": seconds, "products_alone_s": least, "peak_mib": peak.mib}
             )

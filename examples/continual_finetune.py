@@ -7,13 +7,11 @@ LightningModule and data module are as one would write them anyway. Only the cal
 its epochs are over, has that epoch's validation score the merged tower, and hands the pretrained weights back.
 """
 
-import argparse
-
 import lightning as L
 import torch
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import DataLoader
-from zoo_halves import classes, halves, show
+from zoo_halves import classes, halves, length, show
 
 from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.callbacks import SAFEMergeCallback, StreamReport
@@ -104,10 +102,7 @@ def run(epochs: int, limit: int | None, *callbacks: L.Callback) -> list[dict[str
 
 def main() -> None:
     """Compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run: one epoch a task on few images")
-    quick = parser.parse_args().quick
-    epochs, limit = (1, 64) if quick else (5, 600)
+    epochs, limit = length(__doc__)
 
     merge = SAFEMergeCallback(
         epochs_per_task=epochs,

@@ -4,13 +4,11 @@ python examples/plain_loop.py            # the whole comparison
 python examples/plain_loop.py --quick    # a smoke run
 """
 
-import argparse
-
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import DataLoader, TensorDataset
-from zoo_halves import classes, halves, show
+from zoo_halves import classes, halves, length, show
 
 import safemerge_pl as sm
 from safemerge_pl.backbones import CLIPBackbone
@@ -60,10 +58,7 @@ def run(sets: dict[str, tuple[TensorDataset, TensorDataset]], epochs: int, merge
 
 def main() -> None:
     """Compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run: one epoch a task on few images")
-    quick = parser.parse_args().quick
-    epochs, limit = (1, 64) if quick else (5, 600)
+    epochs, limit = length(__doc__)
     sets = {task: halves(task, limit) for task in TASKS}
     show("Sequential fine-tuning", run(sets, epochs, merge=False))
     show("The same loop with LiveMerger", run(sets, epochs, merge=True))

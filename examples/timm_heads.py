@@ -7,14 +7,12 @@ To run without a download, the embedded zoo's vision tower plays the pretrained 
 hand, ``timm.create_model("vit_small_patch16_224", pretrained=True, num_classes=0)`` takes its place.
 """
 
-import argparse
-
 import lightning as L
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from zoo_halves import classes, halves, show, timm_tower
+from zoo_halves import classes, halves, length, show, timm_tower
 
 from safemerge_pl.callbacks import SAFEMergeCallback
 
@@ -72,10 +70,7 @@ def run(
 
 def main() -> None:
     """Compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run: one epoch a task on few images")
-    quick = parser.parse_args().quick
-    epochs, limit = (1, 64) if quick else (5, 600)
+    epochs, limit = length(__doc__)
     sets = {task: halves(task, limit) for task in TASKS}
 
     merge = SAFEMergeCallback(

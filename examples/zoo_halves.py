@@ -4,6 +4,7 @@ The package ships test splits only, so an honest example has to divide them: eve
 accuracies are therefore not comparable with those in the zoo's own README.
 """
 
+import argparse
 import re
 from functools import partial
 
@@ -53,6 +54,13 @@ def timm_tower() -> nn.Module:
     tower = timm.create_model("vit_tiny_patch16_224", **shape, pre_norm=True, act_layer="quick_gelu", norm_layer=norm)
     tower.load_state_dict({name: tensor.view_as(tower.state_dict()[name]) for name, tensor in weights.items()})
     return tower
+
+
+def length(description: str) -> tuple[int, int]:
+    """Epochs a task and images a set, as the command line asks for them."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run: one epoch a task on few images")
+    return (1, 64) if parser.parse_args().quick else (5, 600)
 
 
 def show(title: str, rows: list[dict[str, float]]) -> None:

@@ -2,19 +2,16 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from safemerge_pl.adapter_config import ADAPTER_CONFIG, REMEDY, value_by_pattern
 from safemerge_pl.deltas import BoundAdapter, Delta
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.layers import known_layers, parts_of, vision_only
 from safemerge_pl.layouts import layer_index
-from safemerge_pl.lazy import Checkpoint
+from safemerge_pl.lazy import Checkpoint, View
 from safemerge_pl.names import match_names, names_alike
 
 __all__ = ["Adapter"]
@@ -34,7 +31,7 @@ _TIED = re.compile(r"(?:^|\.)(?:lm_head|embed_tokens|embed_out|wte|shared)\.weig
 """Embeddings and heads; a tied one stands in a file under one of its names only."""
 
 
-class Adapter(Checkpoint):
+class Adapter(View):
     """The tensors of a LoRA adapter; :meth:`bind` makes a model of them.
 
     Args:
@@ -43,28 +40,10 @@ class Adapter(Checkpoint):
     """
 
     def __init__(self, tensors: Checkpoint, config: Mapping[str, Any]) -> None:
-        self.source, self.folder, self.notes = tensors.source, tensors.folder, tensors.notes
+        super().__init__(tensors)
         self.config = dict(config)
-        self._tensors = tensors
         self._modules, self._whole = self._sorted()
         self._twice = {module for module in self._modules if self._is_added_twice(module)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`Checkpoint`."""
-        return self._tensors.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """See :class:`Checkpoint`."""
-        return self._tensors.dtype(name)
 
     def bind(self, base: Checkpoint) -> BoundAdapter:
         """The fine-tuned model: the base with the adapter's products added and its saved modules in place.

@@ -13,9 +13,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from safemerge_pl.checkpoints import CheckpointError, fingerprint
+from safemerge_pl.checkpoints import CheckpointError, fingerprint, open_checkpoint
 
-__all__ = ["Backbone", "CLIPBackbone", "backbone_spec", "build_backbone"]
+__all__ = ["Backbone", "CLIPBackbone", "backbone_spec", "build_backbone", "model_folder", "quiet_transformers"]
 
 
 class Backbone(nn.Module, ABC):
@@ -99,15 +99,7 @@ class CLIPBackbone(Backbone):
             from safemerge_pl.zoo import Zoo
 
             return Zoo().model
-        path = Path(self.pretrained).expanduser()
-        if not path.is_dir():
-            from safemerge_pl.checkpoints import open_checkpoint
-
-            found = open_checkpoint(self.pretrained, revision=self.revision).folder
-            if found is None:
-                raise CheckpointError(f"`pretrained` {self.pretrained} is a file; give the folder of the CLIP model.")
-            path = found
-        return path
+        return model_folder(self.pretrained, self.revision, "CLIP")
 
     def load(self) -> None:
         """See :class:`Backbone`."""
@@ -118,7 +110,7 @@ class CLIPBackbone(Backbone):
         folder = self.folder()
         if not (folder / "config.json").exists():
             raise CheckpointError(f"{folder} has no config.json; give the folder of a whole CLIP model.")
-        with _quiet_transformers():
+        with quiet_transformers():
             try:
                 model, info = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
             except (OSError, RuntimeError, ValueError) as error:
@@ -217,6 +209,26 @@ def build_backbone(backbone: Backbone | Mapping[str, Any]) -> Backbone:
     return built
 
 
+def model_folder(pretrained: str, revision: str | None, kind: str) -> Path:
+    """Folder of a model that is named as a folder or hub id.
+
+    Args:
+        pretrained: the name.
+        revision: branch, tag or commit, for a hub id.
+        kind: of model, for the message.
+
+    Raises:
+        CheckpointError: if it is neither.
+    """
+    path = Path(pretrained).expanduser()
+    if path.is_dir():
+        return path
+    found = open_checkpoint(pretrained, revision=revision).folder
+    if found is None:
+        raise CheckpointError(f"`pretrained` {pretrained} is a file; give the folder of the {kind} model.")
+    return found
+
+
 def backbone_spec(backbone: Backbone, **init_args: Any) -> dict[str, Any]:
     """What :meth:`Backbone.spec` returns for a class and its arguments."""
     kind = type(backbone)
@@ -224,7 +236,7 @@ def backbone_spec(backbone: Backbone, **init_args: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Neither progress bars nor load reports: what matters is checked and said by us."""
     from transformers.utils import logging
 

@@ -10,6 +10,7 @@ from safemerge_pl.callbacks import MergeCallback
 from safemerge_pl.checkpoints import open_checkpoint
 from safemerge_pl.data import ImageSet, StreamDataModule
 from safemerge_pl.experts import find_experts
+from safemerge_pl.folders import nearest
 from safemerge_pl.layers import plan_stacks
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.preflight import aligned, require_fit
@@ -77,7 +78,7 @@ def check_stream(
     )
     facts.append(f"memory for merging: about {4 * (3 * entries + 8 * stack) / 2**20:.0f} MiB beside the model")
     needed = 4 * entries + 4 * total
-    place = next(path for path in (output, *output.absolute().parents) if path.exists())
+    place = nearest(output.absolute())
     free = shutil.disk_usage(place).free
     facts.append(f"disk for the merged model: at most {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB free in {place}")
     if needed > free:

@@ -96,9 +96,7 @@ def _lightning_cli(*, run: bool = True) -> Any:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-    import safemerge_pl.benchmark_data
-    import safemerge_pl.glue
-    import safemerge_pl.open_clip_backbone  # noqa: F401  # short class paths work for imported classes only
+    _import_named_classes()
     from safemerge_pl import callbacks, data
     from safemerge_pl.module import ContinualMergeModule
 
@@ -235,10 +233,7 @@ def _study() -> None:
     """Run a study from its configuration."""
     from jsonargparse import ArgumentParser
 
-    import safemerge_pl.benchmark_data
-    import safemerge_pl.glue
-    import safemerge_pl.methods
-    import safemerge_pl.open_clip_backbone  # noqa: F401  # short class paths work for imported classes only
+    _import_named_classes()
     from safemerge_pl.study import Study
 
     _silence_known_warnings()
@@ -248,6 +243,14 @@ def _study() -> None:
     config = parser.instantiate_classes(parser.parse_args())
     config.pop("config", None)
     Study(**{key: value for key, value in vars(config).items() if not key.startswith("_")}).run()
+
+
+def _import_named_classes() -> None:
+    """Short class paths in a configuration work for imported classes only."""
+    import safemerge_pl.benchmark_data
+    import safemerge_pl.glue
+    import safemerge_pl.methods
+    import safemerge_pl.open_clip_backbone  # noqa: F401
 
 
 def _require_all_processes(trainer: "L.Trainer") -> None:

@@ -1,13 +1,13 @@
 """A base model with low-rank products on it, tensor by tensor, in float32."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from safemerge_pl.errors import CheckpointError
-from safemerge_pl.lazy import Checkpoint
+from safemerge_pl.lazy import Checkpoint, View
 
 __all__ = ["BoundAdapter", "Delta"]
 
@@ -31,7 +31,7 @@ class Delta:
     taken: tuple[int, int] | None = None
 
 
-class BoundAdapter(Checkpoint):
+class BoundAdapter(View):
     """A base model with an adapter on it; dense tensors under the base's names, computed when they are asked for."""
 
     def __init__(
@@ -42,30 +42,25 @@ class BoundAdapter(Checkpoint):
         replaced: Mapping[str, str],
         notes: tuple[str, ...],
     ) -> None:
+        super().__init__(base)
         self.source, self.folder, self.notes = adapter.source, adapter.folder, notes
-        self._adapter, self._base, self._deltas, self._replaced = adapter, base, dict(deltas), replaced
+        self._adapter, self._deltas, self._replaced = adapter, dict(deltas), replaced
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._adapter[self._replaced[name]] if name in self._replaced else self._base[name]
+        tensor = self._adapter[self._replaced[name]] if name in self._replaced else super().__getitem__(name)
         for delta in self._deltas.get(name, ()):
             tensor = self._added(tensor.detach().float(), delta)
         return tensor
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """See :class:`Checkpoint`."""
-        return self._adapter.shape(self._replaced[name]) if name in self._replaced else self._base.shape(name)
+        return self._adapter.shape(self._replaced[name]) if name in self._replaced else super().shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Checkpoint`."""
         if name in self._deltas:
             return torch.float32
-        return self._adapter.dtype(self._replaced[name]) if name in self._replaced else self._base.dtype(name)
+        return self._adapter.dtype(self._replaced[name]) if name in self._replaced else super().dtype(name)
 
     def require_change(self, names: Iterable[str], *, values: bool = True) -> None:
         """Refuse an adapter that leaves all of these tensors as they are (G1).

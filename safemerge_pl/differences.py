@@ -5,12 +5,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.foreign import read_config
-from safemerge_pl.lazy import Checkpoint
+from safemerge_pl.lazy import Checkpoint, View
 
 __all__ = ["Cut", "Likeness", "Mismatch", "differences", "is_floating", "is_resized", "settings", "tokenizers"]
 
@@ -124,15 +123,15 @@ def is_resized(pretrained: Checkpoint, name: str, incoming: Checkpoint, theirs: 
     return bool(looked_up) and len(ours) == len(found) == 2 and ours != found and ours[1] == found[1]
 
 
-class Cut(Checkpoint):
+class Cut(View):
     """A model whose embeddings have the pretrained number of rows: shared ones its own, the others pretrained."""
 
     def __init__(self, incoming: Checkpoint, pretrained: Checkpoint, cut: Mapping[str, str]) -> None:
-        self.source, self.folder, self.notes = incoming.source, incoming.folder, incoming.notes
-        self._incoming, self._pretrained, self._cut = incoming, pretrained, dict(cut)
+        super().__init__(incoming)
+        self._pretrained, self._cut = pretrained, dict(cut)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._incoming[name]
+        tensor = super().__getitem__(name)
         if name not in self._cut:
             return tensor
         whole = self._pretrained[self._cut[name]].to(tensor.dtype, copy=True)
@@ -141,16 +140,6 @@ class Cut(Checkpoint):
             whole[:shared] = tensor[:shared]
         return whole
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._incoming)
-
-    def __len__(self) -> int:
-        return len(self._incoming)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """See :class:`Checkpoint`."""
-        return self._pretrained.shape(self._cut[name]) if name in self._cut else self._incoming.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """See :class:`Checkpoint`."""
-        return self._incoming.dtype(name)
+        return self._pretrained.shape(self._cut[name]) if name in self._cut else super().shape(name)

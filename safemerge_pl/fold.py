@@ -70,7 +70,7 @@ def fold_once(
     options: dict[str, Any] = {"layers": layers, "device": device, "on_mismatch": on_mismatch}
     check_output(Path(output), _inputs(pretrained, sources, merged, output))
     place = Path(output).resolve()
-    with output_lock(place), _workspace(place, pretrained, low_memory) as workspace:
+    with output_lock(place), _opened(pretrained, place, low_memory) as (base, workspace):
         # the lock holds from reading yesterday's merge to writing today's
         if workspace is not None:
             options["workspace"] = workspace
@@ -80,9 +80,9 @@ def fold_once(
                     f"the output {output} holds an earlier merge: continue it with --merged {output}, or name a new "
                     "folder."
                 )
-            merger = ContinualMerger(pretrained, method, **options)
+            merger = ContinualMerger(base, method, **options)
         else:
-            merger = ContinualMerger.load(merged, pretrained, method=method, **options)
+            merger = ContinualMerger.load(merged, base, method=method, **options)
         require_output(merger, Path(output), dtype=dtype, max_shard_size=max_shard_size)
         checkpoints = [_fitting(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
         for checkpoint, name in zip(checkpoints, tasks, strict=True):
@@ -92,15 +92,15 @@ def fold_once(
 
 
 @contextmanager
-def _workspace(output: Path, pretrained: str, low_memory: bool | None) -> Iterator[Path | None]:
-    """A folder beside the output for a merge that stays out of memory, gone at the end; ``None`` for any other."""
+def _opened(pretrained: str, output: Path, low_memory: bool | None) -> Iterator[tuple[Checkpoint, Path | None]]:
+    """The pretrained model, and a folder beside the output for a merge that stays out of memory, gone at the end."""
+    base = open_checkpoint(pretrained)
     if low_memory is None:
-        shapes = open_checkpoint(pretrained).shapes().values()
-        low_memory = 4 * sum(math.prod(shape) for shape in shapes) > _IN_MEMORY
+        low_memory = 4 * sum(map(math.prod, base.shapes().values())) > _IN_MEMORY
     folder = output.with_name(f".{output.name}.work")
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed; nobody else has the lock
     try:
-        yield folder if low_memory else None
+        yield base, folder if low_memory else None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

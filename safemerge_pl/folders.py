@@ -17,7 +17,7 @@ from typing import Any
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.locks import BusyError, output_lock
 
-__all__ = ["STATE_FILE", "check_output", "read_state", "require_space", "staged_folder"]
+__all__ = ["STATE_FILE", "check_output", "nearest", "read_state", "require_space", "staged_folder"]
 
 STATE_FILE = "merge_state.json"
 _WEIGHTS = tuple(
@@ -63,7 +63,7 @@ def require_space(folder: Path, needed: int) -> None:
     Raises:
         CheckpointError: if less than ``needed`` bytes are free.
     """
-    place = _nearest(folder.resolve())
+    place = nearest(folder.resolve())
     free = shutil.disk_usage(place).free
     if free < needed:
         raise CheckpointError(
@@ -125,7 +125,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return complete
 
 
-def _nearest(path: Path) -> Path:
+def nearest(path: Path) -> Path:
     """The path itself, or the nearest folder above it that exists."""
     return next(place for place in (path, *path.parents) if place.exists())
 
@@ -138,7 +138,7 @@ def _probe(folder: Path, resolved: Path) -> None:
             probe.mkdir()
             with contextlib.suppress(FileNotFoundError):  # swept away by a process that has the lock
                 probe.rmdir()
-        elif not os.access(_nearest(probe), os.W_OK):
+        elif not os.access(nearest(probe), os.W_OK):
             raise PermissionError(errno.EACCES, "Permission denied")
     except OSError as error:
         raise CheckpointError(

@@ -41,7 +41,7 @@ class Folding:
         caches: what depends on the pretrained model alone, by the layers of a stack; lives as long as the stream.
         rows: a report a layer.
         losses: of the inner optimisations, summed over layers: before each step and after the last.
-        solve_seconds: of the inner optimisations, summed over stacks.
+        solve_seconds: wall time of the inner optimisations.
     """
 
     method: MergeMethod
@@ -58,6 +58,10 @@ class Folding:
     rows: dict[str, LayerReport] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     solve_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.method.concurrent:  # its state must see every stack
+            self.processes = Processes(shared=False)
 
     def run(self, staged: MutableMapping[str, Tensor]) -> None:
         """Put the new merged parameters into ``staged``.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from safemerge_pl.backbones import Backbone
+from safemerge_pl.report import write_bytes
 
 __all__ = ["cache_folder", "zero_shot_head"]
 
@@ -90,13 +91,7 @@ def _read(path: Path, classes: int) -> Tensor | None:
 
 def _write(path: Path, head: Tensor) -> None:
     """Keep a head, unless the place cannot be written: then the next run computes it again."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    staged = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"head": head.contiguous().cpu()}, staged)
-        staged.replace(path)
-    except OSError:
-        with suppress(OSError):
-            staged.unlink()
+    with suppress(OSError):
+        write_bytes(path, save({"head": head.contiguous().cpu()}))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safemerge_pl import __version__
 from safemerge_pl.backbones import Backbone
 from safemerge_pl.checkpoints import fingerprint
 from safemerge_pl.heads import cache_folder
+from safemerge_pl.report import write_json
 
 __all__ = ["keep_score", "kept_score", "place_of_score"]
 
@@ -53,12 +55,6 @@ def kept_score(place: Path | None) -> float | None:
 
 def keep_score(place: Path | None, score: float) -> None:
     """Keep a score, unless the place cannot be written: then the next run measures it again."""
-    if place is None:
-        return
-    staged = place.with_suffix(f".{os.getpid()}")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(json.dumps({"score": score}))
-        staged.replace(place)
-    except OSError:
-        return
+    if place is not None:
+        with suppress(OSError):
+            write_json(place, {"score": score})

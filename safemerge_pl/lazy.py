@@ -11,9 +11,9 @@ from torch import Tensor
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.foreign import refuse_impostor
 
-__all__ = ["Checkpoint", "Memory", "Safetensors", "fingerprint"]
+__all__ = ["DTYPES", "Checkpoint", "Memory", "Safetensors", "View", "fingerprint"]
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -25,6 +25,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""Dtypes by their code in a safetensors file."""
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -62,6 +63,35 @@ class Checkpoint(Mapping[str, Tensor]):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor."""
         return {name: self.shape(name) for name in self}
+
+
+class View(Checkpoint):
+    """Another model seen anew: whatever is not overridden is as it is there.
+
+    Args:
+        under: the other model.
+    """
+
+    def __init__(self, under: Checkpoint) -> None:
+        self.source, self.folder, self.notes = under.source, under.folder, under.notes
+        self._under = under
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._under[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._under)
+
+    def __len__(self) -> int:
+        return len(self._under)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`Checkpoint`."""
+        return self._under.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :class:`Checkpoint`."""
+        return self._under.dtype(name)
 
 
 class Memory(Checkpoint):
@@ -126,12 +156,12 @@ class Safetensors(Checkpoint):
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Checkpoint`."""
         file, _, code = self._entries[name]
-        if code not in _DTYPES:
+        if code not in DTYPES:
             raise CheckpointError(
                 f"{file}: tensor `{name}` is stored as {code}, a quantised or packed weight; give the model in "
                 "float32, bfloat16 or float16."
             )
-        return _DTYPES[code]
+        return DTYPES[code]
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -159,7 +159,6 @@ def require_finite(tensor: Tensor, name: str, source: str) -> None:
     if is_finite(tensor):
         return
     bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-    if bad:
-        raise CheckpointError(
-            f"{source}: `{name}` has {bad} NaN or Inf among {tensor.numel()} values; retrain or repair it."
-        )
+    raise CheckpointError(
+        f"{source}: `{name}` has {bad} NaN or Inf among {tensor.numel()} values; retrain or repair it."
+    )

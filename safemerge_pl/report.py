@@ -23,6 +23,7 @@ __all__ = [
     "markdown",
     "matrix_figure",
     "stream_figure",
+    "write_bytes",
     "write_figure",
     "write_json",
     "write_text",
@@ -153,14 +154,14 @@ def environment() -> dict[str, str]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file under a temporary name and rename it: a reader never sees a half."""
-    _replace(path, text.encode())
+    write_bytes(path, text.encode())
 
 
 def write_figure(path: Path, figure: "Figure") -> None:
     """A PNG file, written as :func:`write_text` does."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
-    _replace(path, image.getvalue())
+    write_bytes(path, image.getvalue())
 
 
 def write_json(path: Path, content: Report) -> None:
@@ -168,7 +169,8 @@ def write_json(path: Path, content: Report) -> None:
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def _replace(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
+    """As :func:`write_text`, for a file that is no text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:

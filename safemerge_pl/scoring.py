@@ -16,11 +16,12 @@ from safemerge_pl.cores import forward_on_cores
 from safemerge_pl.heads import zero_shot_head
 from safemerge_pl.kept_scores import keep_score, kept_score, place_of_score
 from safemerge_pl.preflight import aligned
+from safemerge_pl.weights import tied_names
 
 if TYPE_CHECKING:
     from safemerge_pl.data import ImageSet, StreamDataModule
 
-__all__ = ["Scorer", "SetScore", "ZeroShotScore", "expert_weights", "swapped_weights"]
+__all__ = ["Scorer", "SetScore", "ZeroShotScore", "evaluating", "expert_weights", "swapped_weights"]
 
 
 class SetScore(ABC):
@@ -135,7 +136,7 @@ class Scorer:
     @torch.inference_mode()
     def score(self, name: str) -> float:
         """Go through a whole set and score it; the module may be in the middle of a training epoch."""
-        device, training = next(self.backbone.parameters()).device, self.backbone.training
+        device = next(self.backbone.parameters()).device
         trainer = self.data.trainer
         precision = nullcontext() if trainer is None else trainer.precision_plugin.val_step_context()
         alone = trainer is None or (trainer.world_size == 1 and trainer.precision == "32-true")
@@ -143,16 +144,24 @@ class Scorer:
         known = kept_score(kept)
         if known is not None:
             return known
-        self.backbone.eval()
-        try:
-            with precision:
-                for batch in self.data.loader(name, self.backbone):
-                    self.count(name, move_data_to_device(batch, device))
-        finally:
-            self.backbone.train(training)
+        with evaluating(self.backbone), precision:
+            for batch in self.data.loader(name, self.backbone):
+                self.count(name, move_data_to_device(batch, device))
         score = self.take(name)[0]
         keep_score(kept, score)
         return score
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards each sub-module has its own mode again."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
 
 
 def expert_weights(tower: nn.Module, source: Source, pretrained: Source | None = None) -> dict[str, Tensor]:
@@ -166,12 +175,13 @@ def expert_weights(tower: nn.Module, source: Source, pretrained: Source | None =
     Raises:
         CheckpointError: if the model lacks one of the tower's tensors, or has two where the tower has one.
     """
-    groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    for name, value in tower.state_dict().items():
-        if value.is_floating_point():
-            groups.setdefault((value.data_ptr(), tuple(value.shape)), []).append(name)
-    base = open_checkpoint(tower if pretrained is None else pretrained)
-    wanted = [group[0] for group in groups.values()]
+    here = open_checkpoint(tower)
+    aliases, groups = tied_names(here), dict[str, list[str]]()
+    for name in here:
+        if here.dtype(name).is_floating_point:
+            groups.setdefault(aliases.get(name, name), []).append(name)
+    base = here if pretrained is None else open_checkpoint(pretrained)
+    wanted = list(groups)
     checkpoint = aligned(base, wanted, open_checkpoint(source), on_mismatch="pretrained")  # refused before, if at all
     tied = [group for group in groups.values() if len(group) > 1]
     present = {group[0]: [name for name in group if _holds(checkpoint, name)] for group in tied}

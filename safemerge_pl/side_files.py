@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError
+from safemerge_pl.foreign import WEIGHT_ENDINGS
 
 __all__ = ["OutputDtype", "copy_side_files", "output_notes", "side_files"]
 
 OutputDtype = Literal["same", "float32", "bfloat16", "float16"]
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf")
+_WEIGHTS = (*WEIGHT_ENDINGS, ".pkl", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf")
 _TEXT = (".json", ".txt", ".jinja", ".model", ".md")
 _OURS = ("merge_state.json", "merge_ledger.jsonl", "README.md")
 _MOST = 64 * 2**20

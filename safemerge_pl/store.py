@@ -1,5 +1,6 @@
 """Tensors that wait on disk: a mapping for models whose merged weights do not fit in memory."""
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ class LazyTensors(Mapping[str, Tensor]):
             raise KeyError(name)
         return self._read(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # a mapping's own way would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -52,19 +56,24 @@ class DiskTensors(MutableMapping[str, Tensor]):
         self.folder = folder
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
+        self._numbers = itertools.count()  # of files; one that was deleted does not come again
         folder.mkdir(parents=True)
 
     def __getitem__(self, name: str) -> Tensor:
         return torch.from_numpy(np.fromfile(self._files[name], np.float32)).view(self._shapes[name])
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
-        file = self._files.setdefault(name, self.folder / str(len(self._files)))
+        if name not in self._files:
+            self._files[name] = self.folder / str(next(self._numbers))
         self._shapes[name] = tuple(tensor.shape)
-        tensor.detach().float().contiguous().numpy().tofile(file)
+        tensor.detach().float().contiguous().numpy().tofile(self._files[name])
 
     def __delitem__(self, name: str) -> None:
         self._files.pop(name).unlink()
         del self._shapes[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files  # a mapping's own way would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

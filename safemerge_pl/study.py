@@ -154,6 +154,7 @@ class Study:
         self.assert_scores = assert_scores
         self.results: list[dict[str, Any]] = []
         self.references: dict[str, dict[str, dict[str, Any]]] = {}
+        self.sources: dict[str, dict[str, Source]] = {}  # the expert of each task, by stream
 
     def cells(self) -> list[Cell]:
         """Every cell, stream by stream and order by order: an interrupted study has whole orders."""
@@ -179,13 +180,13 @@ class Study:
             raise MisconfigurationException(f"`sets`: no stream has a set {', '.join(unknown)}.")
         for data in self.streams.values():
             require_published(data, "pretrained", {}, self.assert_scores)
-        sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
-        blank = pickle.dumps(self)  # for other processes, before anything is loaded
+        self.sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
+        blank = pickle.dumps(self) if self.jobs > 1 else b""  # for other processes, before anything is loaded
         self._load()
         scorers = {name: Scorer(self.backbone, data) for name, data in self.streams.items()}
         for name in self.streams:
-            self.references[name] = self._reference_rows(name, sources[name], scorers[name])
-        paths = [self._path(cell, sources[cell.stream]) for cell in cells]
+            self.references[name] = self._reference_rows(name, scorers[name])
+        paths = [self._path(cell) for cell in cells]
         missing = [index for index, path in enumerate(paths) if not path.exists()]
         start, measured = time.perf_counter(), 0
         for index in self._measured(cells, paths, scorers, missing, blank):
@@ -232,7 +233,6 @@ class Study:
         """Merge one stream; score each task when it is merged, and everything at the end."""
         start = time.perf_counter()
         data = self.streams[cell.stream]
-        sources = find_experts(self.experts, list(data.stream))
         order = TaskStream(list(data.stream), cell.order)
         tower = self._tower()
         merger = ContinualMerger(tower, cell.method, device=next(tower.parameters()).device)
@@ -241,7 +241,7 @@ class Study:
         peaks: list[float] = []
         for task in order:
             with PeakMemory(merger.device) as peak:
-                merger.fold(sources[task], task)
+                merger.fold(self.sources[cell.stream][task], task)
             peaks += [] if peak.mib is None else [peak.mib]
             with swapped_weights(tower, merger.merged_parameters()):
                 when_merged[task] = scorer.score(task)
@@ -266,11 +266,11 @@ class Study:
             "seconds": time.perf_counter() - start,
         }
 
-    def _reference_rows(self, stream: str, sources: dict[str, Source], scorer: Scorer) -> dict[str, dict[str, Any]]:
+    def _reference_rows(self, stream: str, scorer: Scorer) -> dict[str, dict[str, Any]]:
         """Scores of the pretrained model and of the experts on their own (METHODS 12)."""
         rows: dict[str, dict[str, Any]] = {}
         tower = self._tower()
-        known = self.folder / "cells" / f"references-{self._hash(stream, sources, {})}.json"
+        known = self.folder / "cells" / f"references-{self._hash(stream, {})}.json"
         if known.exists():
             rows = json.loads(known.read_text())
 
@@ -282,7 +282,7 @@ class Study:
             rows["Pre-trained"] = score_row(scorer)
             require_published(scorer.data, "pretrained", rows["Pre-trained"]["accuracies"], self.assert_scores)
         if self.individual and "Individual" not in rows:
-            rows["Individual"] = individual_row(scorer, tower, sources, told)
+            rows["Individual"] = individual_row(scorer, tower, self.sources[stream], told)
         write_json(known, rows)
         wanted = {"Pre-trained": self.pretrained, "Individual": self.individual}
         return {name: row for name, row in rows.items() if wanted[name]}
@@ -294,13 +294,11 @@ class Study:
     def _tower(self) -> Any:
         return getattr(self.backbone, self.backbone.merged_attr)
 
-    def _path(self, cell: Cell, sources: dict[str, Source]) -> Path:
+    def _path(self, cell: Cell) -> Path:
         method = {"class": type(cell.method).__qualname__, **cell.method.settings()}
-        return (
-            self.folder / "cells" / f"{self._hash(cell.stream, sources, {'order': cell.order, 'method': method})}.json"
-        )
+        return self.folder / "cells" / f"{self._hash(cell.stream, {'order': cell.order, 'method': method})}.json"
 
-    def _hash(self, stream: str, sources: dict[str, Source], extra: dict[str, Any]) -> str:
+    def _hash(self, stream: str, extra: dict[str, Any]) -> str:
         """Everything a result depends on; experts by path, size and time of change."""
         data = self.streams[stream]
         content = {
@@ -308,7 +306,7 @@ class Study:
             "backbone": self.backbone.spec(),
             "tasks": list(data.stream),
             "controls": list(data.controls),
-            "experts": {task: _stamp(source) for task, source in sources.items()},
+            "experts": {task: _stamp(source) for task, source in self.sources[stream].items()},
             **({"data": data.settings()} if data.settings() else {}),
             **extra,
         }

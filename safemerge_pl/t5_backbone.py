@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from safemerge_pl.backbones import Backbone, _quiet_transformers
+from safemerge_pl.backbones import Backbone, backbone_spec, model_folder, quiet_transformers
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 
 __all__ = ["T5Backbone"]
@@ -48,19 +48,11 @@ class T5Backbone(Backbone):
     def spec(self) -> dict[str, Any]:
         """See :class:`Backbone`."""
         names = ("pretrained", "revision", "max_input_length", "max_length")
-        kind = type(self)
-        init_args = {name: getattr(self, name) for name in names}
-        return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": init_args}
+        return backbone_spec(self, **{name: getattr(self, name) for name in names})
 
     def folder(self) -> Path:
         """See :class:`Backbone`."""
-        path = Path(self.pretrained).expanduser()
-        if path.is_dir():
-            return path
-        found = open_checkpoint(self.pretrained, revision=self.revision).folder
-        if found is None:
-            raise CheckpointError(f"`pretrained` {self.pretrained} is a file; give the folder of the T5 model.")
-        return found
+        return model_folder(self.pretrained, self.revision, "T5")
 
     def load(self) -> None:
         """See :class:`Backbone`.
@@ -79,7 +71,7 @@ class T5Backbone(Backbone):
             raise CheckpointError(
                 f"{folder} lacks `lm_head.weight`, but its config.json says that the head is not tied."
             )
-        with _quiet_transformers():
+        with quiet_transformers():
             try:
                 model, info = T5ForConditionalGeneration.from_pretrained(
                     folder, dtype=torch.float32, output_loading_info=True
@@ -120,7 +112,7 @@ class T5Backbone(Backbone):
         if half or weight.dtype == torch.float16:
             raise MisconfigurationException("T5 overflows in float16; use precision '32-true' or 'bf16-mixed'.")
         found = self.model.generate(**inputs, return_dict_in_generate=True, output_logits=True)
-        if not all(torch.isfinite(logits).all() for logits in found.logits):
+        if not torch.isfinite(torch.stack(found.logits)).all():
             raise FloatingPointError("the logits hold NaN or Inf: a weight is broken.")
         tokens: Tensor = found.sequences
         return tokens

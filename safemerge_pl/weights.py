@@ -10,21 +10,11 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError
+from safemerge_pl.lazy import DTYPES
 
 __all__ = ["TensorSpec", "parse_size", "tied_names", "write_weights"]
 
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class TensorSpec(NamedTuple):

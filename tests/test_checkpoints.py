@@ -885,34 +885,9 @@ class Counted:
     """``safe_open`` with a tally of the files opened and the tensors read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import safetensors
-
-        real = safetensors.safe_open
         self.opened: list[str] = []
         self.read: list[str] = []
-        tally = self
-
-        class Handle:
-            def __init__(self, path: Path, **settings: Any) -> None:
-                tally.opened.append(Path(path).name)
-                self.inner = real(path, **settings)
-
-            def __enter__(self) -> "Handle":
-                self.inner.__enter__()
-                return self
-
-            def __exit__(self, *exception: Any) -> None:
-                self.inner.__exit__(*exception)
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self.inner, name)
-
-            def get_tensor(self, name: str) -> Tensor:
-                tally.read.append(name)
-                tensor: Tensor = self.inner.get_tensor(name)
-                return tensor
-
-        monkeypatch.setattr(safetensors, "safe_open", Handle)
+        tiny.watch_files(monkeypatch, lambda path: self.opened.append(path.name), self.read.append)
 
 
 def test_a_hundred_shards_are_checked_by_their_headers_and_folded_by_what_is_merged(

@@ -10,7 +10,7 @@ from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.fold import fold_once
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, MergeMethod, TiesMerging
-from safemerge_pl.store import DiskTensors
+from safemerge_pl.store import DiskTensors, LazyTensors
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
@@ -25,8 +25,23 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     store["a"] = torch.ones(1)
     del store["b"]
     assert (store["a"].tolist(), len(store), len(list(store.folder.iterdir()))) == ([1.0], 3, 3)
+    store["b"], store["f"] = torch.zeros(2), torch.ones(3)
+    assert [store[name].tolist() for name in ("d/e", "b", "f")] == [[1.0] * 2, [0.0] * 2, [1.0] * 3]  # a file each
     store.close()
     assert not store.folder.exists()
+
+
+def test_whether_a_tensor_is_there_is_known_without_reading_it(tmp_path: Path) -> None:
+    store = DiskTensors(tmp_path / "store")
+    store["a"] = torch.ones(2)
+    for file in store.folder.iterdir():
+        file.unlink()
+    reads: list[str] = []
+    lazy = LazyTensors(["a"], lambda name: reads.append(name) or torch.ones(1))  # type: ignore[func-returns-value]
+    for tensors in (store, lazy):
+        assert "a" in tensors
+        assert "b" not in tensors
+    assert reads == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,15 +137,16 @@ def copied(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def refuse_to_read(monkeypatch: Any) -> None:
-    """From now on the header of a safetensors file can be looked at, but no tensor can be read."""
+def watch_files(monkeypatch: Any, opened: Callable[[Path], Any], read: Callable[[str], Any]) -> None:
+    """From now on be told of every safetensors file that is opened and every tensor that is read, before it is."""
     real = safetensors.safe_open
 
-    class HeaderOnly:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.handle = real(*args, **kwargs)
+    class Watched:
+        def __init__(self, path: Path, **settings: Any) -> None:
+            opened(Path(path))
+            self.handle = real(path, **settings)
 
-        def __enter__(self) -> "HeaderOnly":
+        def __enter__(self) -> "Watched":
             self.handle.__enter__()
             return self
 
@@ -156,9 +157,20 @@ def refuse_to_read(monkeypatch: Any) -> None:
             return getattr(self.handle, name)
 
         def get_tensor(self, name: str) -> Tensor:
-            raise AssertionError("a tensor was read")
+            read(name)
+            tensor: Tensor = self.handle.get_tensor(name)
+            return tensor
 
-    monkeypatch.setattr(safetensors, "safe_open", HeaderOnly)
+    monkeypatch.setattr(safetensors, "safe_open", Watched)
+
+
+def refuse_to_read(monkeypatch: Any) -> None:
+    """From now on the header of a safetensors file can be looked at, but no tensor can be read."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError("a tensor was read")
+
+    watch_files(monkeypatch, lambda path: None, refuse)
 
 
 def hf_vision() -> nn.Module:

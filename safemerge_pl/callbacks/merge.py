@@ -127,7 +127,7 @@ class MergeCallback(L.Callback):
             raise MisconfigurationException(f"this checkpoint is from a merge of {kind}; build the callback as then.")
         merger = self.require_merger()
         merger.device = torch.device(pl_module.device if self.device == "auto" else self.device)
-        merger.processes = Processes(shared=trainer.world_size > 1 and merger.method.concurrent)
+        merger.processes = Processes(shared=trainer.world_size > 1)
         self._mode.on_fit_start(trainer, pl_module, restored)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

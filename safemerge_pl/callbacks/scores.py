@@ -2,18 +2,17 @@
 
 import difflib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
 
 from safemerge_pl.metrics import AccuracyMatrix
+from safemerge_pl.scoring import evaluating
 
-__all__ = ["Score", "StreamScores", "evaluating"]
+__all__ = ["Score", "StreamScores"]
 
 Score = Callable[[L.Trainer, L.LightningModule], Mapping[str, Any]]
 
@@ -99,15 +98,3 @@ class StreamScores:
                 raise MisconfigurationException(f"a score cannot enter the accuracy matrix: {error}") from error
         values = {name: value.item() for name, value in matrix.compute().items() if not value.isnan()}
         return {**self.rows[-1], **values}
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards each sub-module has its own mode again."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
