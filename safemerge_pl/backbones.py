@@ -140,9 +140,7 @@ class CLIPBackbone(Backbone):
         """See :class:`Backbone`; weights, activation and pooling of the text tower, and the tokenizer."""
         if "key" not in self._text:
             tower, tokenizer = self._text["tower"], self._text["tokenizer"]
-            weights = fingerprint(
-                [*tower.state_dict().items(), ("projection", self._text["projection"].weight)],
-            )
+            weights = fingerprint({**tower.state_dict(), "projection": self._text["projection"].weight})
             config = {key: value for key, value in tower.config.to_dict().items() if not key.endswith("version")}
             fast = getattr(tokenizer, "backend_tokenizer", None)
             words = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())

@@ -94,23 +94,22 @@ class Likeness:
     def __init__(self, pretrained: Checkpoint, parameters: Sequence[str]) -> None:
         self._pretrained = pretrained
         self._looked_at = set(sorted(parameters, key=lambda name: -math.prod(pretrained.shape(name)))[:4])
-        self._dot = self._ours = self._theirs = 0.0
+        self._products: dict[str, tuple[float, float, float]] = {}
 
     def add(self, name: str, tensor: Tensor) -> Tensor:
-        """Look at a tensor that is read anyway, and hand it on."""
+        """Look at a tensor that is read anyway, on any thread, and hand it on."""
         if name in self._looked_at:
-            a, b = self._pretrained[name].detach().double(), tensor.detach().double()
-            self._dot += float((a * b).sum())
-            self._ours += float(a.square().sum())
-            self._theirs += float(b.square().sum())
+            a, b = self._pretrained[name].detach().float().flatten(), tensor.detach().float().flatten()
+            self._products[name] = float(a @ b), float(a @ a), float(b @ b)
         return tensor
 
     def notes(self) -> tuple[str, ...]:
         """A sentence if the models have nothing in common."""
-        norms = math.sqrt(self._ours * self._theirs)
-        if not norms or self._dot / norms >= _UNLIKE:
+        dot, ours, theirs = (sum(column) for column in zip(*self._products.values(), strict=True))
+        norms = math.sqrt(ours * theirs)
+        if not norms or dot / norms >= _UNLIKE:
             return ()
-        cosine = self._dot / norms
+        cosine = dot / norms
         return (
             f"its weights have a cosine of {cosine:.2f} with the pretrained model's: is it a fine-tune of this model?",
         )

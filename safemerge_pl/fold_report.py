@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from safemerge_pl.cores import distances
 from safemerge_pl.methods.base import Stack, StackResult
 
 __all__ = ["FoldReport", "LayerReport", "layer_rows"]
@@ -90,8 +91,7 @@ def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
     count = len(stack.layers)
     kept = torch.ones(count) if result.kept_fraction is None else result.kept_fraction
     first, last = (None, None) if result.losses is None else (result.losses[0].tolist(), result.losses[-1].tolist())
-    task_norms = torch.linalg.vector_norm(stack.task_vector.flatten(1), dim=1).tolist()
-    update_norms = torch.linalg.vector_norm((result.merged - stack.merged).flatten(1), dim=1).tolist()
+    task_norms, update_norms = distances(stack.incoming, stack.pretrained), distances(result.merged, stack.merged)
     return [
         LayerReport(
             layer=stack.layers[row],

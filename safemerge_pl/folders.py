@@ -17,9 +17,22 @@ from typing import Any
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.locks import BusyError, output_lock
 
-__all__ = ["STATE_FILE", "check_output", "nearest", "read_state", "require_space", "staged_folder"]
+__all__ = [
+    "STATE_FILE",
+    "STATE_FORMAT",
+    "check_output",
+    "nearest",
+    "read_state",
+    "require_format",
+    "require_space",
+    "staged_folder",
+]
 
 STATE_FILE = "merge_state.json"
+
+STATE_FORMAT = 2
+"""Of the state file; format 1 had hashes that were taken in another way."""
+
 _WEIGHTS = tuple(
     f"{stem}{ending}"
     for stem in ("model", "open_clip_model", "merge_master")
@@ -114,15 +127,25 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text())
         version = state["format"]
-        whole = version != 1 or {"reference", "merged", "method", "reports"} <= state.keys()
+        whole = version != STATE_FORMAT or {"reference", "merged", "method", "reports"} <= state.keys()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); fold again from the last whole output.") from error
-    if version != 1:
-        raise CheckpointError(f"{path} has format {version}, this version reads format 1; use a newer safemerge_pl.")
+    require_format(version, str(path))
     if not whole:
         raise CheckpointError(f"{path} is incomplete; fold again from the last whole output.")
     complete: dict[str, Any] = state
     return complete
+
+
+def require_format(version: object, source: str) -> None:
+    """Refuse the state of an earlier or a later version.
+
+    Raises:
+        CheckpointError: with what to do about it.
+    """
+    if version != STATE_FORMAT:
+        remedy = "fold again from the pretrained model" if version == 1 else "use a newer safemerge_pl"
+        raise CheckpointError(f"{source} has format {version}, this version reads format {STATE_FORMAT}; {remedy}.")
 
 
 def nearest(path: Path) -> Path:

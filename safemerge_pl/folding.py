@@ -3,24 +3,27 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from safemerge_pl.cores import map_on_cores
+from safemerge_pl.cores import flat_parts, length_of, map_on_cores
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.fold_report import LayerReport, layer_rows
 from safemerge_pl.layers import CORE_STACK_ENTRIES, MAX_CORE_ENTRIES, MergeLayer, plan_stacks
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
-from safemerge_pl.preflight import is_finite
 from safemerge_pl.sharing import Processes
 
 __all__ = ["Folding", "exact_arithmetic"]
 
 _Layers = tuple[MergeLayer, ...]
+_Fold = Callable[[Stack], StackResult]
+_Folded = tuple[StackResult, list[LayerReport]]
+_Out = TypeVar("_Out")
 
 
 @dataclass
@@ -38,10 +41,11 @@ class Folding:
         names: parameter -> name in ``incoming``.
         device: where the arithmetic runs.
         processes: among which the stacks are shared out.
-        caches: what depends on the pretrained model alone, by the layers of a stack; lives as long as the stream.
+        caches: what depends on the pretrained model alone, by device and layers of a stack; lives as the stream does.
         rows: a report a layer.
         losses: of the inner optimisations, summed over layers: before each step and after the last.
         solve_seconds: wall time of the inner optimisations.
+        notes: what the user should know.
     """
 
     method: MergeMethod
@@ -58,6 +62,7 @@ class Folding:
     rows: dict[str, LayerReport] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     solve_seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.method.concurrent:  # its state must see every stack
@@ -72,15 +77,12 @@ class Folding:
         self.method.prepare(self.index, self._vectors)
         for layers, result, rows in self._results():
             for layer, row, matrix in zip(layers, rows, result.merged, strict=True):
-                if not (row.sound and is_finite(matrix)):
+                if not row.sound:
                     raise CheckpointError(
                         f"layer {layer.name}: scores, loss or merged weights are not finite; its task vector (norm "
                         f"{row.task_norm:.3g}) or `lr` is too large."
                     )
-                name = layer.parameter
-                whole = staged[name] if name in staged else self.current(name).clone()
-                layer.view(whole).copy_(matrix)
-                staged[name] = whole
+                self._place(staged, layer, matrix, alone=len(layers) == 1)
             self.rows |= {row.layer: row for row in rows}
             self.solve_seconds += result.solve_seconds
             if result.losses is not None:
@@ -88,45 +90,96 @@ class Folding:
                 self.losses = [a + b for a, b in zip(self.losses, summed, strict=True)] if self.losses else summed
         self._rescale(staged)
 
+    def _place(self, staged: MutableMapping[str, Tensor], layer: MergeLayer, matrix: Tensor, *, alone: bool) -> None:
+        """Put one merged matrix where it belongs; one that is a whole parameter and no part of a stack as it is."""
+        name = layer.parameter
+        if alone and layer.rows is None and not layer.transposed:
+            staged[name] = matrix.to("cpu", torch.float32).contiguous()
+            return
+        if name in staged:
+            whole = staged[name]
+        elif layer.rows is None:
+            whole = torch.empty(layer.shape[::-1] if layer.transposed else layer.shape, dtype=torch.float32)
+        else:  # rows that no layer covers stay as they are
+            whole = self.current(name).clone()
+        layer.view(whole).copy_(matrix)
+        staged[name] = whole
+
     def _results(self) -> Iterator[tuple[_Layers, StackResult, list[LayerReport]]]:
         """Fold stack by stack, several at a time where there are cores or processes for them."""
-        for batch, on_cores in self._batches():
-            mine = self.processes.agree(functools.partial(self._fold_batch, batch, on_cores))
+        for batch, on_cores in self._batches(self._plan(), self.processes.count):
+            mine = self.processes.mine(batch)
+            found = self.processes.agree(functools.partial(self._fold_batch, self.method.fold_stack, mine, on_cores))
             shapes = [(len(layers), *layers[0].shape) for layers in batch]
-            results = self.processes.exchange(mine, shapes, self.device)
+            results = self.processes.exchange(found, shapes, self.device)
             longest = max(result.solve_seconds for result, _ in results)  # they ran side by side
             results = [(replace(result, solve_seconds=longest / len(results)), rows) for result, rows in results]
             yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
-        for layer in self.others:
-            stack = self._read_stack((layer,))
-            result = _explained(self.method.fold_rest, stack)
-            yield (layer,), result, layer_rows(stack, result)
+        for batch, on_cores in self._batches([(layer,) for layer in self.others]):
+            results = self._fold_batch(self.method.fold_rest, batch, on_cores)
+            yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
 
-    def _batches(self) -> Iterator[tuple[list[_Layers], bool]]:
-        """Stacks that are folded at the same time, and whether each gets a core to itself.
+    @property
+    def _side_by_side(self) -> bool:
+        return self.device.type == "cpu" and self.method.concurrent
+
+    def _plan(self) -> list[_Layers]:
+        return plan_stacks(self.layers, CORE_STACK_ENTRIES) if self._side_by_side else plan_stacks(self.layers)
+
+    def _batches(self, plan: Sequence[_Layers], size: int = 1) -> Iterator[tuple[list[_Layers], bool]]:
+        """Stacks that are folded at the same time, ``size`` or more, and whether each gets a core to itself.
 
         What is in a stack depends on shapes, method and kind of device only, never on the number of cores or processes.
         """
-        cores = self.device.type == "cpu" and self.method.concurrent
-        plan = plan_stacks(self.layers, CORE_STACK_ENTRIES) if cores else plan_stacks(self.layers)
         for small, group in itertools.groupby(plan, lambda stack: math.prod(stack[0].shape) <= MAX_CORE_ENTRIES):
-            stacks, size = list(group), self.processes.count
-            if cores and small:
-                size *= self.processes.threads
-            yield from ((stacks[start : start + size], cores and small) for start in range(0, len(stacks), size))
+            stacks, on_cores = list(group), small and self._side_by_side
+            step = size * self.processes.threads if on_cores else size
+            yield from ((stacks[start : start + step], on_cores) for start in range(0, len(stacks), step))
 
-    def _fold_batch(self, batch: list[_Layers], on_cores: bool) -> list[tuple[StackResult, list[LayerReport]]]:
-        """This process's part of a batch."""
+    def _fold_batch(self, method: _Fold, batch: list[_Layers], on_cores: bool) -> list[_Folded]:
+        def fold(layers: _Layers) -> _Folded:
+            return self._fold(method, layers, self.device)
 
-        def fold(stack: Stack) -> tuple[StackResult, list[LayerReport]]:
-            with exact_arithmetic(self.device):  # its switches are a thread's own
-                result = _explained(self.method.fold_stack, stack)
+        return list(map_on_cores(fold, batch) if on_cores else map(fold, batch))
+
+    def _fold(self, method: _Fold, layers: _Layers, device: torch.device) -> _Folded:
+        """Fold one stack; where the device's memory runs out, half of it at a time, and single layers on the CPU."""
+        found = self._attempt(method, layers, device)
+        if found is not None:
+            return found
+        self.caches.pop((device.type, *(layer.name for layer in layers)), None)
+        if len(layers) > 1:
+            half = len(layers) // 2
+            return _joined([self._fold(method, part, device) for part in (layers[:half], layers[half:])])
+        self.notes.append(f"layer {layers[0].name} was folded on the CPU: the memory of {device} ran out")
+        return self._fold(method, layers, torch.device("cpu"))
+
+    def _attempt(self, method: _Fold, layers: _Layers, device: torch.device) -> _Folded | None:
+        """Fold one stack; ``None`` where there is not enough memory. Other failures name the layers."""
+        try:
+            with exact_arithmetic(device):  # its switches are a thread's own
+                stack = self._read_stack(layers, device)
+                result = _own(method(stack), stack)
                 return result, layer_rows(stack, result)
+        except CheckpointError:
+            raise
+        except (ArithmeticError, RuntimeError, ValueError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) or (len(layers) == 1 and device.type == "cpu"):
+                raise CheckpointError(f"layers {layers[0].name} to {layers[-1].name}: {error}") from error
+        return None  # outside of the handler, which keeps the tensors of the failed attempt alive
 
-        stacks = [self._read_stack(layers) for layers in self.processes.mine(batch)]
-        return map_on_cores(fold, stacks) if on_cores else [fold(stack) for stack in stacks]
+    def _vectors(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out]) -> Iterator[_Out]:
+        """See :class:`Vectors`."""
 
-    def _read_stack(self, layers: _Layers) -> Stack:
+        def read_and_look(layers: _Layers) -> _Out:
+            stack = self._read_stack(layers, self.device)
+            parts = zip(*map(flat_parts, (stack.pretrained, stack.merged, stack.incoming)), strict=True)
+            return look((merged - base, incoming - base) for base, merged, incoming in parts)
+
+        for batch, on_cores in self._batches([(layer,) for layer in (*self.layers, *self.others)]):
+            yield from (map_on_cores if on_cores else map)(read_and_look, batch)
+
+    def _read_stack(self, layers: _Layers, device: torch.device) -> Stack:
         pretrained, merged, incoming = [], [], []
         for layer in layers:
             base, new = self.pretrained[layer.parameter], self.incoming[self.names[layer.parameter]]
@@ -136,24 +189,22 @@ class Folding:
             incoming.append(layer.view(new))
             merged.append(layer.view(self.current(layer.parameter)))
         key = tuple(layer.name for layer in layers)
-        theta_0, merged_so_far, theta_t = (_stacked(parts).to(self.device) for parts in (pretrained, merged, incoming))
-        return Stack(key, self.index, theta_0, merged_so_far, theta_t, self.caches.setdefault(key, {}))
+        cache = self.caches.setdefault((device.type, *key), {})
+        theta_0, merged_so_far, theta_t = (_stacked(parts).to(device) for parts in (pretrained, merged, incoming))
+        return Stack(key, self.index, theta_0, merged_so_far, theta_t, cache)
 
-    def _vectors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, accumulated vector and task vector of everything that is merged, one at a time."""
-        for layer in (*self.layers, *self.others):
-            stack = self._read_stack((layer,))
-            yield layer.name, stack.merged_vector[0], stack.task_vector[0]
+    def _length(self, staged: Mapping[str, Tensor], name: str) -> float:
+        parts = zip(*map(flat_parts, (staged[name], self.pretrained[name].float())), strict=True)
+        return length_of(merged - base for merged, base in parts)
 
     def _rescale(self, staged: MutableMapping[str, Tensor]) -> None:
         """Apply the method's factor to the accumulated vectors."""
         if type(self.method).rescale is MergeMethod.rescale:
             return
-        norm = 0.0
-        for name, tensor in staged.items():
-            norm += float((tensor - self.pretrained[name].float()).double().square().sum())
-        factor = self.method.rescale(norm**0.5)
-        for name in list(staged) if factor != 1.0 else ():
+        names = list(staged)
+        norm = math.hypot(*map_on_cores(lambda name: self._length(staged, name), names))
+        factor = self.method.rescale(norm)
+        for name in names if factor != 1.0 else ():
             base = self.pretrained[name].float()
             staged[name] = staged[name].sub_(base).mul_(factor).add_(base)
 
@@ -175,9 +226,24 @@ def _stacked(parts: list[Tensor]) -> Tensor:
     return parts[0].float()[None] if len(parts) == 1 else torch.stack([part.float() for part in parts])
 
 
-def _explained(fold: Callable[[Stack], StackResult], stack: Stack) -> StackResult:
-    """Fold, and name the layers if that fails."""
-    try:
-        return fold(stack)
-    except (ArithmeticError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"layers {stack.layers[0]} to {stack.layers[-1]}: {error}") from error
+def _own(result: StackResult, stack: Stack) -> StackResult:
+    """The result in memory of its own, whatever the method did: it outlives the tensors that were read."""
+    inputs = (stack.pretrained, stack.merged, stack.incoming, *stack.cache.values())
+    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    shared = result.merged.untyped_storage().data_ptr() in taken
+    return replace(result, merged=result.merged.clone()) if shared else result
+
+
+def _joined(parts: list[_Folded]) -> _Folded:
+    """Results of the parts of a stack as the stack's."""
+    results = [result for result, _ in parts]
+    kept = [result.kept_fraction for result in results if result.kept_fraction is not None]
+    losses = [result.losses for result in results if result.losses is not None]
+    merged = torch.cat([result.merged.to(results[0].merged.device) for result in results])
+    whole = StackResult(
+        merged,
+        torch.cat([part.to(merged.device) for part in kept]) if kept else None,
+        torch.cat([part.to(merged.device) for part in losses], dim=1) if losses else None,
+        sum(result.solve_seconds for result in results),
+    )
+    return whole, [row for _, rows in parts for row in rows]

@@ -37,7 +37,7 @@ def place_of_score(backbone: Backbone, examples: Any) -> Path | None:
     stats = [(file["filename"], os.stat(file["filename"])) for file in files]
     content = [
         *(__version__, torch.__version__, backbone.spec(), text),
-        fingerprint(backbone.state_dict().items()),
+        fingerprint(backbone.state_dict()),
         next(backbone.parameters()).device.type,
         *(examples.classes, examples.templates, len(examples)),
         [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],

@@ -2,12 +2,13 @@
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from safemerge_pl.cores import map_on_cores
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.foreign import refuse_impostor
 
@@ -164,19 +165,22 @@ class Safetensors(Checkpoint):
         return DTYPES[code]
 
 
-def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, as 64 hexadecimal digits.
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and the SHA-256 of each tensor's bytes, as 64 hexadecimal digits.
+
+    Tensors are read and hashed side by side, one a core, in the mapping's order.
 
     Example:
-        >>> fingerprint([("a", torch.zeros(2))]) == fingerprint([("a", torch.zeros(2))])
+        >>> fingerprint({"a": torch.zeros(2)}) == fingerprint({"a": torch.zeros(2)})
         True
     """
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        flat = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {flat.dtype} {tuple(flat.shape)}\n".encode())
-        digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+
+    def hashed(name: str) -> str:
+        flat = tensors[name].detach().cpu().contiguous()
+        content = hashlib.sha256(flat.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+        return f"{name} {flat.dtype} {tuple(flat.shape)} {content}\n"
+
+    return hashlib.sha256("".join(map_on_cores(hashed, list(tensors))).encode()).hexdigest()
 
 
 def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:

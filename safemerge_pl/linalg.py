@@ -6,11 +6,22 @@ can share one stack, and a product with a zero column contributes nothing to any
 """
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["complement_basis", "numerical_rank_tolerance", "polar_factor", "right_singular_basis", "thin_svd"]
+__all__ = [
+    "complement_basis",
+    "jointly_orthogonal",
+    "numerical_rank_tolerance",
+    "polar_factor",
+    "right_singular_basis",
+    "thin_svd",
+]
+
+_LARGE = 512
+"""Side from which a Gram matrix is worth cutting up."""
 
 
 def numerical_rank_tolerance(shape: tuple[int, ...], dtype: torch.dtype) -> float:
@@ -94,51 +105,57 @@ def complement_basis(vectors: Tensor, basis: Tensor) -> Tensor:
     return torch.where((values > tolerance)[:, None, :], left, 0.0).to(vectors.dtype)
 
 
-def thin_svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD in double precision: ``U (L, d_out, k)``, ``S (L, k)``, ``V (L, d_in, k)``, ``k = min(d_out, d_in)``.
+def thin_svd(matrices: Tensor, rank: Callable[[Tensor], int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Thin SVD in double precision: ``U (L, d_out, r)``, ``S (L, k)``, ``V (L, d_in, r)``, ``k = min(d_out, d_in)``.
 
-    Single-precision input goes through the Gram matrix of its shorter side, as in :func:`right_singular_basis`, in a
-    third of the time. Components beyond the numerical rank are zero then, vectors as well as values.
+    Components beyond the numerical rank are zero, vectors as well as values. Single-precision input goes through the
+    Gram matrix of its shorter side, as in :func:`right_singular_basis`, in a third of the time.
+
+    Args:
+        matrices: ``(L, d_out, d_in)``.
+        rank: says how many leading vectors ``r`` are wanted, once the singular values are known; all if left out.
 
     Example:
         >>> u, s, v = thin_svd(torch.tensor([[[0.0, 2.0]]]))
         >>> s.tolist(), ((u * s[:, None]) @ v.mT).tolist()
         ([[2.0]], [[[0.0, 2.0]]])
     """
-    if matrices.dtype == torch.float64:
-        u, s, vh = _svd(matrices)
-        return u, s, vh.mT
-    if matrices.shape[1] < matrices.shape[2]:
-        v, s, u = thin_svd(matrices.mT)
+    single = matrices.dtype != torch.float64
+    if single and matrices.shape[1] < matrices.shape[2]:
+        v, s, u = thin_svd(matrices.mT, rank)
         return u, s, v
     wide = matrices.double()
-    s, v = _gram_svd(wide)
+    if single:
+        s, v = _gram_svd(wide)
+    else:
+        u, s, vh = _svd(wide)
+        v = vh.mT
     real = _real(s, numerical_rank_tolerance(tuple(matrices.shape), matrices.dtype))
-    s, v = torch.where(real, s, 0.0), torch.where(real[:, None], v, 0.0)
-    return wide @ (v / torch.where(real, s, 1.0)[:, None]), s, v
+    s = torch.where(real, s, 0.0)
+    columns = slice(None if rank is None else rank(s))
+    real, v = real[:, None, columns], v[:, :, columns]
+    if single:
+        u = wide @ (v / torch.where(real, s[:, None, columns], 1.0))
+    return torch.where(real, u[:, :, columns], 0.0), s, torch.where(real, v, 0.0)
 
 
-def polar_factor(
-    matrices: Tensor, tolerance: float | None = None, precision: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
+def polar_factor(matrices: Tensor, tolerance: float | None = None) -> tuple[Tensor, Tensor]:
     r"""Singular values ``(L, k)`` and the factor :math:`UV^\top` ``(L, d_out, d_in)``, in the input's dtype.
 
     Args:
         matrices: ``(L, d_out, d_in)``.
         tolerance: directions of singular values up to this share of the largest are left out of the factor; by default
             the numerical rank decides. 0 keeps arbitrary directions of a rank-deficient matrix.
-        precision: dtype of the data that the matrices were worked out from, if it is not their own; single precision
-            takes the Gram matrix, as in :func:`thin_svd`.
 
     Example:
         >>> polar_factor(torch.tensor([[[0.0, 2.0], [0.0, 0.0]]]))[1].tolist()
         [[[0.0, 1.0], [0.0, 0.0]]]
     """
     if matrices.shape[1] < matrices.shape[2]:
-        values, factor = polar_factor(matrices.mT, tolerance, precision)
+        values, factor = polar_factor(matrices.mT, tolerance)
         return values, factor.mT
     wide = matrices.double()
-    kind = precision or matrices.dtype
+    kind = matrices.dtype
     limit = numerical_rank_tolerance(tuple(matrices.shape), kind) if tolerance is None else tolerance
     if kind == torch.float64 or limit == 0:
         u, s, vh = _svd(wide)
@@ -148,6 +165,38 @@ def polar_factor(
         real = _real(s, limit)
         factor = wide @ ((v * torch.where(real, 1 / s, 0.0)[:, None]) @ v.mT)
     return s.to(matrices.dtype), factor.to(matrices.dtype)
+
+
+def jointly_orthogonal(first: Tensor, second: Tensor, precision: torch.dtype) -> Tensor:
+    r"""The polar factor of two bases side by side: the nearest columns that are orthogonal together.
+
+    It is :math:`[A\,B]\,([A\,B]^\top[A\,B])^{-1/2}`, and the SVD :math:`A^\top B = P\,\mathrm{diag}(\sigma)\,Q^\top` of
+    half the size has it all: :math:`[P; \pm Q]/\sqrt2` are the eigenvectors of the Gram matrix and
+    :math:`1 \pm \sigma` its eigenvalues. A direction that both bases have is shared between its two columns.
+
+    Args:
+        first: ``A``, ``(L, d, h)`` with orthonormal or zero columns, float64.
+        second: ``B``, likewise.
+        precision: dtype of the data that both were worked out from; it says which directions are the same.
+
+    Returns:
+        ``(L, d, 2 h)``; zero columns stay zero.
+
+    Example:
+        >>> a, b = torch.tensor([[[1.0], [0.0]]]).double(), torch.tensor([[[0.6], [0.8]]]).double()
+        >>> c = jointly_orthogonal(a, b, torch.float64)
+        >>> [[round(x, 4) for x in row] for row in c[0].tolist()]
+        [[0.9487, 0.3162], [-0.3162, 0.9487]]
+    """
+    p, sigma, qh = _svd(first.mT @ second)
+    sizes = torch.stack([1 + sigma, (1 - sigma).clamp(min=0)]).sqrt()
+    shape = (first.shape[1], 2 * first.shape[2])
+    tolerance = max(numerical_rank_tolerance(shape, precision), 1e-7)  # rounding leaves the root of 1e-16
+    inverse = torch.where(sizes > tolerance * sizes[:1, :, :1], 1 / sizes, 0.0)
+    even, odd = (inverse[0] + inverse[1])[:, None] / 2, (inverse[0] - inverse[1])[:, None] / 2
+    upper = torch.cat([p * even @ p.mT, p * odd @ qh], dim=2)
+    lower = torch.cat([qh.mT * odd @ p.mT, qh.mT * even @ qh], dim=2)
+    return torch.cat([first, second], dim=2) @ torch.cat([upper, lower], dim=1)
 
 
 def _real(values: Tensor, tolerance: float) -> Tensor:
@@ -161,7 +210,7 @@ def _gram_svd(wide: Tensor) -> tuple[Tensor, Tensor]:
     Exact to ``1e-8`` of the largest value, which is far below the numerical rank of single precision.
     """
     try:
-        eigenvalues, vectors = torch.linalg.eigh(wide.mT @ wide)
+        eigenvalues, vectors = torch.linalg.eigh(_lower_gram(wide))
     except RuntimeError as error:  # torch.linalg.LinAlgError, or a cuSOLVER failure
         warnings.warn(
             f"the eigensolver failed ({error}); the slower SVD takes its place.", RuntimeWarning, stacklevel=3
@@ -169,6 +218,18 @@ def _gram_svd(wide: Tensor) -> tuple[Tensor, Tensor]:
         _, values, right = _svd(wide)
         return values, right.mT
     return eigenvalues.flip(-1).clamp_(min=0).sqrt_(), vectors.flip(-1)
+
+
+def _lower_gram(wide: Tensor) -> Tensor:
+    """``A^T A`` from the diagonal down, which is all that ``eigh`` reads; large ones cost five eighths of a product."""
+    size = wide.shape[-1]
+    if size < _LARGE:
+        return wide.mT @ wide
+    gram, step = wide.new_zeros(*wide.shape[:-2], size, size), -(-size // 4)
+    for start in range(0, size, step):
+        rows, columns = slice(start, None), slice(start, start + step)
+        gram[..., rows, columns] = wide[..., rows].mT @ wide[..., columns]
+    return gram
 
 
 def _svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

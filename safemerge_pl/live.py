@@ -14,6 +14,7 @@ from safemerge_pl.checkpoints import CheckpointError, Source, fingerprint, match
 from safemerge_pl.live_lora import adapter_deltas, adapter_names, plain_name
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods.base import MergeMethod
+from safemerge_pl.store import LazyTensors
 
 __all__ = ["LiveMerger", "Rest", "RestartFrom", "require_choices"]
 
@@ -218,7 +219,8 @@ class LiveMerger(ContinualMerger):
 
     def _rest_hash(self) -> str:
         merged = {*self._parameters(), *self._aliases}
-        return fingerprint((name, self.pretrained[name]) for name in self.pretrained if name not in merged)
+        names = [name for name in self.pretrained if name not in merged]
+        return fingerprint(LazyTensors(names, self.pretrained.__getitem__))
 
 
 def require_choices(restart_from: str = "pretrained", rest: str = "pretrained") -> None:

@@ -18,10 +18,9 @@ from safemerge_pl.adapters import Adapter
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.differences import Likeness, Mismatch
 from safemerge_pl.fold_report import FoldReport, LayerReport
+from safemerge_pl.folders import STATE_FORMAT, require_format
 from safemerge_pl.folding import Folding, exact_arithmetic
-from safemerge_pl.layers import (
-    MergeLayer,
-)
+from safemerge_pl.layers import MergeLayer
 from safemerge_pl.ledger import ledger_line, provenance
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
@@ -155,7 +154,7 @@ class ContinualMerger:
             kept_fraction=sum(row.kept_fraction * size for row, size in zip(rows, entries, strict=True)) / sum(entries),
             losses=tuple(folding.losses),
             layers=tuple(rows),
-            notes=tuple(self._notes(checkpoint, rows, hashed)),
+            notes=(*self._notes(checkpoint, rows, hashed), *folding.notes),
             **provenance(checkpoint),
         )
         self.reports.append(report)
@@ -246,7 +245,7 @@ class ContinualMerger:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, as plain values: tasks and reports, method, hashes."""
         return {
-            "format": 1,
+            "format": STATE_FORMAT,
             "tasks": self.tasks,
             "reference": self.reference,
             "merged": self.fingerprint(),
@@ -264,6 +263,7 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the state belongs to another pretrained model, method or other weights.
         """
+        require_format(state["format"], "the saved state")
         if state["reference"] != self.reference:
             raise CheckpointError(
                 f"the merge was started from another pretrained model (its layers hash to {state['reference'][:12]}, "
@@ -309,9 +309,10 @@ class ContinualMerger:
 
     def _hash(self, read: Callable[[str], Tensor]) -> str:
         """Fingerprint of the layers inside the parameters that ``read`` gives, a few of which are held at a time."""
-        read = functools.lru_cache(maxsize=4)(read)  # the parts of a fused tensor do not follow each other by name
-        layers = sorted(self._units(), key=lambda layer: layer.name)
-        return fingerprint((layer.name, layer.view(read(layer.parameter))) for layer in layers)
+        held = 4 + torch.get_num_threads()  # the parts of a fused tensor do not follow each other by name
+        read = functools.lru_cache(held)(read)
+        layers = {layer.name: layer for layer in sorted(self._units(), key=lambda layer: layer.name)}
+        return fingerprint(LazyTensors(list(layers), lambda name: layers[name].view(read(layers[name].parameter))))
 
     def _current(self, name: str) -> Tensor:
         merged = self._merged.get(name)

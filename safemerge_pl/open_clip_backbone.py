@@ -95,7 +95,7 @@ class OpenCLIPBackbone(Backbone):
             import open_clip
 
             state = self._text["model"].state_dict()
-            weights = fingerprint((name, value) for name, value in state.items() if not name.startswith("visual."))
+            weights = fingerprint({name: state[name] for name in state if not name.startswith("visual.")})
             config = json.loads((self.folder() / _CONFIG).read_text())["model_cfg"]
             parts = [weights, config.get("text_cfg"), config.get("quick_gelu"), type(self._text["tokenizer"]).__name__]
             content = json.dumps([*parts, open_clip.__version__], sort_keys=True)

@@ -63,7 +63,7 @@ table thirteen matrices."""
         (IsoC(), [{}, *[{"eigh": LAYERS + 3}] * 2]),
         (OPCM(), [{}, *[{"eigh": LAYERS + 2}] * 2]),
         (KnOTSTies(), [{}, *[{"eigh": LAYERS + 2}] * 2]),
-        (TSVM(), [{}, *[{"eigh": 4 * (LAYERS + 3)}] * 2]),
+        (TSVM(), [{}, *[{"eigh": 2 * (LAYERS + 3), "svd": 2 * (LAYERS + 3)}] * 2]),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, MergeMethod) else "",
 )

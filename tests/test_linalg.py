@@ -8,7 +8,15 @@ import torch
 from reference import FLOAT32_EPS, FLOAT64_EPS, orth, top_right_singular_vectors
 from torch import Tensor
 
-from safemerge_pl.linalg import complement_basis, numerical_rank_tolerance, right_singular_basis
+from safemerge_pl import linalg
+from safemerge_pl.linalg import (
+    complement_basis,
+    jointly_orthogonal,
+    numerical_rank_tolerance,
+    polar_factor,
+    right_singular_basis,
+    thin_svd,
+)
 
 SHAPES = [(12, 12), (24, 8), (8, 24), (1, 6), (6, 1)]
 DTYPES = [torch.float32, torch.float64]
@@ -298,3 +306,55 @@ def test_complement_of_nearly_dependent_vectors_is_still_orthogonal() -> None:
     new = complement_basis(basis[:, :, 3:4] + 1e-9 * direction, basis)
     assert (basis.mT @ new).abs().max() < 30 * FLOAT64_EPS
     assert torch.allclose(projector(new), projector(direction), rtol=0, atol=1e-6)
+
+
+# helpers of the other methods
+
+
+def test_the_gram_matrix_of_a_large_matrix_is_cut_up_without_a_difference() -> None:
+    """Sides that do not divide by four; only what ``eigh`` reads is filled in."""
+    matrices = randn(2, 530, 515)
+    gram = linalg._lower_gram(matrices)
+    assert torch.allclose(gram.tril(), (matrices.mT @ matrices).tril(), rtol=0, atol=1e-10)
+    basis = right_singular_basis(matrices.float(), 7)
+    expected = torch.linalg.svd(matrices.float().double(), full_matrices=False)[2][:, :7].mT
+    assert torch.allclose(projector(basis), projector(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(9, 5), (5, 9)])
+def test_a_thin_svd_of_some_components_is_the_head_of_the_whole_one(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrices = randn(2, *shape, dtype=dtype)
+    u, s, v = thin_svd(matrices)
+    assert torch.allclose((u * s[:, None]) @ v.mT, matrices.double(), rtol=0, atol=100 * EPS[dtype])
+    seen: list[Tensor] = []
+    head = thin_svd(matrices, lambda values: seen.append(values) or 2)  # type: ignore[func-returns-value]
+    for found, whole in zip(head, (u[:, :, :2], s, v[:, :, :2]), strict=True):
+        assert torch.equal(found, whole)
+    assert torch.equal(seen[0], s)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_thin_svd_is_zero_beyond_the_numerical_rank(dtype: torch.dtype) -> None:
+    matrices = (randn(1, 8, 2) @ randn(1, 2, 6, seed=1)).to(dtype)
+    u, s, v = thin_svd(matrices)
+    assert (s[0] > 0).tolist() == [True, True, False, False, False, False]
+    assert not u[:, :, 2:].any()
+    assert not v[:, :, 2:].any()
+
+
+def test_two_bases_become_orthogonal_together_as_their_polar_factor_is() -> None:
+    first, second = (torch.linalg.qr(randn(3, 9, 4, seed=seed)).Q for seed in (1, 2))
+    found = jointly_orthogonal(first, second, torch.float64)
+    assert torch.allclose(found, polar_factor(torch.cat([first, second], dim=2))[1], rtol=0, atol=1e-12)
+    assert torch.allclose(found.mT @ found, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_a_direction_of_both_bases_is_shared_and_a_missing_one_stays_missing(precision: torch.dtype) -> None:
+    """By hand: e1 is in both, so each copy gets 1/sqrt(2); e2 and e3 are alone; a zero column stays zero."""
+    e1, e2, e3 = torch.eye(3, dtype=torch.float64)
+    zero = torch.zeros(3, dtype=torch.float64)
+    found = jointly_orthogonal(torch.stack([e1, e2, zero], 1)[None], torch.stack([e1, zero, e3], 1)[None], precision)
+    expected = torch.stack([e1 * 0.5**0.5, e2, zero, e1 * 0.5**0.5, zero, e3], 1)[None]
+    assert torch.allclose(found, expected, rtol=0, atol=1e-7)

@@ -872,13 +872,17 @@ def test_a_broken_state_is_refused(content: str, tmp_path: Path) -> None:
         ContinualMerger.load(out, tower())
 
 
-def test_a_state_from_the_future_is_refused(tmp_path: Path) -> None:
-    """Its format number is there to be looked at."""
-    out = folded(1).save(tmp_path / "out")
-    state = json.loads((out / STATE_FILE).read_text())
-    (out / STATE_FILE).write_text(json.dumps(state | {"format": state["format"] + 1}))
-    with pytest.raises(CheckpointError, match="format"):
+@pytest.mark.parametrize(("version", "remedy"), [(1, "fold again"), (3, "use a newer")])
+def test_a_state_of_another_version_is_refused(version: int, remedy: str, tmp_path: Path) -> None:
+    """Its format number is there to be looked at, in a folder and in a checkpoint of Lightning."""
+    merger = folded(1)
+    out = merger.save(tmp_path / "out")
+    state = merger.state_dict() | {"format": version}
+    (out / STATE_FILE).write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=rf"{STATE_FILE} has format {version}, .*{remedy}"):
         ContinualMerger.load(out, tower())
+    with pytest.raises(CheckpointError, match=rf"format {version}, .*{remedy}"):
+        merger.load_state_dict(state, tower())
 
 
 @pytest.mark.parametrize("class_path", ["antigravity.fly", "os.system", "safemerge_pl_evil.methods.X", "X"])
@@ -936,3 +940,85 @@ def test_the_state_of_a_method_is_kept(tmp_path: Path) -> None:
     method = Counting()
     ContinualMerger.load(out, tower(), method=method)
     assert method.folds == merger.method.state_dict()["folds"] == 2
+
+
+# what a method and a device may do
+
+
+@dataclass
+class HandsOn(MergeMethod):
+    """Returns the tensors it got, as no method should."""
+
+    label = "Hands on"
+    scope = "none"
+    merges_rest = True
+    concurrent = True
+
+    def fold_stack(self, stack: Stack) -> StackResult:
+        return StackResult(stack.incoming)
+
+    fold_rest = fold_stack
+
+
+def test_the_merged_model_is_its_own_whatever_a_method_returns() -> None:
+    """G6: an expert that trains on must not change what was merged from it."""
+    base = tower()
+    incoming = tuned(base, 1)
+    merger = ContinualMerger(base, HandsOn())
+    merger.fold(incoming, "a")
+    before = merger.fingerprint()
+    for tensor in (*incoming.values(), *base.values()):
+        tensor.zero_()
+    assert merger.fingerprint() == before
+
+
+@dataclass
+class NeedsMemory(Add):
+    """Runs out of memory on stacks of more than so many layers."""
+
+    most: int = 1
+
+    def fold_stack(self, stack: Stack) -> StackResult:
+        if len(stack.layers) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        size = torch.full((len(stack.layers),), 0.5)
+        losses = torch.arange(2.0)[:, None].expand(2, len(stack.layers))
+        return StackResult(super().fold_stack(stack).merged, size, losses, 1.0)
+
+
+def test_a_stack_that_does_not_fit_into_memory_is_folded_in_parts() -> None:
+    """M2."""
+    base, incoming = tower(layers=3), tuned(tower(layers=3), 1)
+    whole, parts = ContinualMerger(base, NeedsMemory(most=99)), ContinualMerger(base, NeedsMemory(most=2))
+    expected, found = whole.fold(incoming, "a"), parts.fold(incoming, "a")
+    assert_same(parts.merged, whole.merged)
+    assert [row.layer for row in found.layers] == [row.layer for row in expected.layers]
+    assert found.kept_fraction == 0.5
+    assert found.losses == expected.losses == (0.0, float(len(found.layers)))
+    assert found.notes == ()
+
+
+def test_a_layer_that_does_not_fit_anywhere_is_an_error_that_names_it() -> None:
+    base = tower()
+    merger = ContinualMerger(base, NeedsMemory(most=0))
+    with pytest.raises(CheckpointError, match=r"layers vision\.0\.\S+ to vision\.0\.\S+: CUDA out of memory"):
+        merger.fold(tuned(base, 1), "a")
+    assert merger.tasks == []
+
+
+def test_a_layer_that_does_not_fit_on_the_device_is_folded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M2, with a device that has no memory at all."""
+    attempt = folding_module.Folding._attempt
+
+    def full(self: Any, method: Any, layers: Any, device: torch.device) -> Any:
+        return attempt(self, method, layers, device) if device.type == "cpu" else None
+
+    monkeypatch.setattr(folding_module.Folding, "_attempt", full)
+    base = tower()
+    merger = ContinualMerger(base, Add(), device="cuda")
+    report = merger.fold(tuned(base, 1), "a")
+    there = ContinualMerger(base, Add())
+    there.fold(tuned(base, 1), "a")
+    assert_same(merger.merged, there.merged)
+    assert len(report.notes) == len(report.layers)
+    assert report.notes[0] == "layer vision.0.k was folded on the CPU: the memory of cuda ran out"

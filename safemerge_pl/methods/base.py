@@ -4,10 +4,10 @@ import dataclasses
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,18 @@ from torch import Tensor
 from safemerge_pl.layers import Scope
 
 __all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "clock", "mean_rule", "require_numbers"]
+_Out = TypeVar("_Out")
 
-Vectors = Callable[[], Iterable[tuple[str, Tensor, Tensor]]]
-"""Passes over all merged tensors: name, accumulated vector, task vector, one tensor in memory at a time."""
+
+class Vectors(Protocol):
+    """Passes over everything that is merged, little of it in memory at a time."""
+
+    def __call__(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out], /) -> Iterator[_Out]:
+        """What ``look`` finds in each tensor, in order; it gets flat parts of the accumulated and of the task vector.
+
+        It is called on several threads at once where the method is ``concurrent``.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class MergeMethod(ABC):
 
         Args:
             index: position of the incoming task in the stream, from 1.
-            vectors: a new pass over all tensors that will be merged, each time it is called.
+            vectors: makes a pass over all tensors that will be merged, each time it is called.
         """
 
     @abstractmethod

@@ -1,11 +1,13 @@
 """OPCM, orthogonal projection-based continual merging (Tang et al. 2025, METHODS 8)."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from safemerge_pl.cores import length_of
 from safemerge_pl.linalg import thin_svd
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors
 
@@ -52,7 +54,7 @@ class OPCM(MergeMethod):
         """Take the length of the whole task vector into the running mean."""
         if index == 1:  # a new stream
             self._lambda, self._mean_norm, self._count = 1.0, 0.0, 0
-        norm = sum(float(task.double().square().sum()) for _, _, task in vectors()) ** 0.5
+        norm = math.hypot(*vectors(lambda parts: length_of(task for _, task in parts)))
         self._count += 1
         self._mean_norm += (norm - self._mean_norm) / self._count
 
@@ -104,16 +106,19 @@ def project_out(task: Tensor, merged: Tensor, alpha: float, *, zero_diagonal: bo
         >>> project_out(torch.ones(1, 3, 3), merged, 0.5).tolist()  # 3/6 does not exceed 0.5, so one component is kept
         [[[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]]
     """
-    u, s, v = thin_svd(merged)
-    total = s.sum(1, keepdim=True)
-    share = torch.where(total > 0, s.cumsum(1) / total, 1.0)
-    inside = share <= alpha
-    rank = int(inside.sum(1).max())  # what any layer protects; the products below need no more columns
-    block = inside[:, None, :rank]
+
+    def inside(s: Tensor) -> Tensor:
+        total = s.sum(1, keepdim=True)
+        return torch.where(total > 0, s.cumsum(1) / total, 1.0) <= alpha
+
+    # the block needs no more columns than any layer protects
+    u, s, v = thin_svd(merged, None if zero_diagonal else lambda s: int(inside(s).sum(1).max()))
+    block = inside(s)
+    columns = block[:, None, : u.shape[2]]
     wide = task.double()
-    left, right = torch.where(block, u[:, :, :rank], 0.0), torch.where(block, v[:, :, :rank], 0.0)
+    left, right = torch.where(columns, u, 0.0), torch.where(columns, v, 0.0)
     clean = wide - left @ ((left.mT @ wide @ right) @ right.mT)
     if zero_diagonal:
-        diagonal = torch.where(inside | (s <= 0), 0.0, ((u.mT @ wide) * v.mT).sum(2))
+        diagonal = torch.where(block | (s <= 0), 0.0, ((u.mT @ wide) * v.mT).sum(2))
         clean = clean - (u * diagonal[:, None]) @ v.mT
     return clean.to(task.dtype)

@@ -34,7 +34,7 @@ class TaskArithmetic(MergeMethod):
 
     def fold_stack(self, stack: Stack) -> StackResult:
         """Add the scaled task vector."""
-        return StackResult(stack.merged + self.scaling * stack.task_vector)
+        return StackResult((self.scaling * stack.task_vector).add_(stack.merged))
 
     fold_rest = fold_stack
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from safemerge_pl.linalg import numerical_rank_tolerance, polar_factor, thin_svd
+from safemerge_pl.linalg import jointly_orthogonal, thin_svd
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, mean_rule, require_numbers
 
 __all__ = ["TSVM"]
@@ -40,16 +40,11 @@ class TSVM(MergeMethod):
         half = min(stack.pretrained.shape[1:]) // 2
         if not half:  # half of one direction is none
             return StackResult(stack.pretrained.clone())
-        parts = [thin_svd(vector) for vector in (stack.merged_vector, stack.task_vector)]
-        left, values, right = (torch.cat([part[i][..., :half] for part in parts], dim=-1) for i in range(3))
-        # directions that a vector of low rank does not have are arbitrary: they carry a zero singular value
-        tolerance = numerical_rank_tolerance(tuple(stack.pretrained.shape), stack.pretrained.dtype)
-        largest = torch.cat([part[1][:, :1].expand(-1, half) for part in parts], dim=1)
-        exists = (values > tolerance * largest)[:, None]
-        left, right = (
-            polar_factor(torch.where(exists, side, 0.0), precision=stack.pretrained.dtype)[1] for side in (left, right)
-        )
-        merged = ((left * torch.where(exists, values[:, None], 0.0)) @ right.mT).to(stack.pretrained.dtype)
+        old, new = (thin_svd(vector, lambda _: half) for vector in (stack.merged_vector, stack.task_vector))
+        kind = stack.pretrained.dtype
+        left, right = (jointly_orthogonal(old[side], new[side], kind) for side in (0, 2))
+        values = torch.cat([old[1][:, :half], new[1][:, :half]], dim=1)
+        merged = (left * values[:, None]).to(kind) @ right.mT.to(kind)
         return StackResult(stack.pretrained + self.scaling * merged)
 
     def fold_rest(self, stack: Stack) -> StackResult:
