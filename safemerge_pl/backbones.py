@@ -143,8 +143,10 @@ class CLIPBackbone(Backbone):
             weights = fingerprint({**tower.state_dict(), "projection": self._text["projection"].weight})
             config = {key: value for key, value in tower.config.to_dict().items() if not key.endswith("version")}
             fast = getattr(tokenizer, "backend_tokenizer", None)
-            words = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
-            parts = [weights, json.dumps(config, sort_keys=True, default=str), str(words), str(tokenizer.pad_token_id)]
+            words = json.loads(fast.to_str()) if fast is not None else {"vocab": tokenizer.get_vocab()}
+            words |= {"truncation": None, "padding": None}  # of the last call
+            known = (json.dumps(part, sort_keys=True, default=str) for part in (config, words))
+            parts = [weights, *known, str(tokenizer.pad_token_id)]
             self._text["key"] = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         key: str = self._text["key"]
         return key

@@ -14,11 +14,15 @@ from torch import Tensor
 from safemerge_pl.cores import flat_parts, length_of, map_on_cores
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.fold_report import LayerReport, layer_rows
+from safemerge_pl.kept import KeptTensors
 from safemerge_pl.layers import CORE_STACK_ENTRIES, MAX_CORE_ENTRIES, MergeLayer, plan_stacks
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.sharing import Processes
 
 __all__ = ["Folding", "exact_arithmetic"]
+
+WORTH_KEEPING = 2**18
+"""Entries of a matrix from which on a decomposition takes longer than reading a file."""
 
 _Layers = tuple[MergeLayer, ...]
 _Fold = Callable[[Stack], StackResult]
@@ -41,6 +45,7 @@ class Folding:
         names: parameter -> name in ``incoming``.
         device: where the arithmetic runs.
         processes: among which the stacks are shared out.
+        reference: fingerprint of the pretrained layers.
         caches: what depends on the pretrained model alone, by device and layers of a stack; lives as the stream does.
         rows: a report a layer.
         losses: of the inner optimisations, summed over layers: before each step and after the last.
@@ -58,7 +63,8 @@ class Folding:
     names: Mapping[str, str]
     device: torch.device
     processes: Processes
-    caches: dict[tuple[str, ...], dict[str, Tensor]]
+    reference: str
+    caches: dict[tuple[str, ...], KeptTensors]
     rows: dict[str, LayerReport] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     solve_seconds: float = 0.0
@@ -189,9 +195,15 @@ class Folding:
             incoming.append(layer.view(new))
             merged.append(layer.view(self.current(layer.parameter)))
         key = tuple(layer.name for layer in layers)
-        cache = self.caches.setdefault((device.type, *key), {})
+        cache = self.caches.setdefault((device.type, *key), self._kept(key, layers[0], device))
         theta_0, merged_so_far, theta_t = (_stacked(parts).to(device) for parts in (pretrained, merged, incoming))
         return Stack(key, self.index, theta_0, merged_so_far, theta_t, cache)
+
+    def _kept(self, key: tuple[str, ...], layer: MergeLayer, device: torch.device) -> KeptTensors:
+        """What depends on the pretrained weights of a stack alone; that of large matrices also for the next stream."""
+        if math.prod(layer.shape) < WORTH_KEEPING:
+            return KeptTensors(None, device)
+        return KeptTensors([self.reference, type(self.method).__qualname__, *key, *surroundings(device)], device)
 
     def _length(self, staged: Mapping[str, Tensor], name: str) -> float:
         parts = zip(*map(flat_parts, (staged[name], self.pretrained[name].float())), strict=True)
@@ -207,6 +219,14 @@ class Folding:
         for name in names if factor != 1.0 else ():
             base = self.pretrained[name].float()
             staged[name] = staged[name].sub_(base).mul_(factor).add_(base)
+
+
+def surroundings(device: torch.device) -> list[str]:
+    """What the bits of a result may depend on beside its inputs."""
+    from safemerge_pl import __version__  # not there yet while the package is imported
+
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return [kind, torch.__version__, __version__]
 
 
 @contextmanager

@@ -1,10 +1,6 @@
 """Zero-shot heads: class names and templates through the pretrained text tower (METHODS 13)."""
 
-import hashlib
-import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from safemerge_pl.backbones import Backbone
-from safemerge_pl.report import write_bytes
+from safemerge_pl.kept import cache_folder, keep_tensor, kept_file, kept_tensor
 
-__all__ = ["cache_folder", "zero_shot_head"]
+__all__ = ["zero_shot_head"]
 
 FEW_TEXTS = 1024
 """Heads of fewer texts are computed each time: that takes no longer than looking them up."""
@@ -47,51 +43,19 @@ def zero_shot_head(
         if "{}" not in template:
             raise ValueError(f"the template {template!r} has no {{}} for the class name.")
     texts = [template.replace("{}", name) for name in classes for template in templates]
-    kept = _place(backbone, texts, len(classes)) if len(texts) >= FEW_TEXTS else None
-    head = None if kept is None else _read(kept, len(classes))
-    if head is None:
+    file = _file(backbone, texts, len(classes)) if len(texts) >= FEW_TEXTS else None
+    head = kept_tensor(file)
+    if head is None or head.ndim != 2 or len(head) != len(classes) or not torch.isfinite(head).all():
         features = torch.cat(
             [backbone.encode_text(texts[start : start + batch_size]) for start in range(0, len(texts), batch_size)]
         )
         means = normalize(features.float(), dim=-1).view(len(classes), len(templates), -1).mean(1)
         head = normalize(means, dim=-1)
-        if kept is not None:
-            _write(kept, head)
+        keep_tensor(file, head)
     return head
 
 
-def cache_folder() -> Path | None:
-    """Where results that take long are kept: ``SAFEMERGE_CACHE``, or the user's cache; ``None`` if it is set empty."""
-    place = os.environ.get("SAFEMERGE_CACHE")
-    if place is None:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "safemerge_pl"
-    return Path(place).expanduser() if place else None
-
-
-def _place(backbone: Backbone, texts: Sequence[str], classes: int) -> Path | None:
+def _file(backbone: Backbone, texts: Sequence[str], classes: int) -> Path | None:
     """File of a head; ``None`` where none may be kept or the text side cannot be told apart from others."""
-    folder, key = cache_folder(), backbone.text_key()
-    if folder is None or key is None:
-        return None
-    content = json.dumps([key, classes, *texts])
-    return folder / "heads" / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.safetensors"
-
-
-def _read(path: Path, classes: int) -> Tensor | None:
-    """A kept head; a damaged one is as good as none."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        head = load_file(path)["head"]
-    except (OSError, SafetensorError, KeyError):
-        return None
-    return head if head.ndim == 2 and len(head) == classes and bool(torch.isfinite(head).all()) else None
-
-
-def _write(path: Path, head: Tensor) -> None:
-    """Keep a head, unless the place cannot be written: then the next run computes it again."""
-    from safetensors.torch import save
-
-    with suppress(OSError):
-        write_bytes(path, save({"head": head.contiguous().cpu()}))
+    key = None if cache_folder() is None else backbone.text_key()
+    return None if key is None else kept_file("heads", [key, classes, *texts])

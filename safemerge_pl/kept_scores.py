@@ -1,6 +1,5 @@
 """Scores of large image sets kept on disk, so that an interrupted or repeated evaluation measures only what is new."""
 
-import hashlib
 import json
 import os
 from contextlib import suppress
@@ -12,7 +11,7 @@ import torch
 from safemerge_pl import __version__
 from safemerge_pl.backbones import Backbone
 from safemerge_pl.checkpoints import fingerprint
-from safemerge_pl.heads import cache_folder
+from safemerge_pl.kept import cache_folder, kept_file
 from safemerge_pl.report import write_json
 
 __all__ = ["keep_score", "kept_score", "place_of_score"]
@@ -28,8 +27,8 @@ def place_of_score(backbone: Backbone, examples: Any) -> Path | None:
     Returns:
         ``None`` where nothing is kept.
     """
-    folder, files = cache_folder(), getattr(getattr(examples, "rows", None), "cache_files", None)
-    if folder is None or not files or not hasattr(examples, "classes"):
+    files = getattr(getattr(examples, "rows", None), "cache_files", None)
+    if cache_folder() is None or not files or not hasattr(examples, "classes"):
         return None
     text = backbone.text_key()
     if text is None:
@@ -42,7 +41,7 @@ def place_of_score(backbone: Backbone, examples: Any) -> Path | None:
         *(examples.classes, examples.templates, len(examples)),
         [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     ]
-    return folder / "scores" / f"{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]}.json"
+    return kept_file("scores", content, "json")
 
 
 def kept_score(place: Path | None) -> float | None:

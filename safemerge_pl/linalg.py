@@ -39,9 +39,9 @@ def numerical_rank_tolerance(shape: tuple[int, ...], dtype: torch.dtype) -> floa
 def right_singular_basis(matrices: Tensor, rank: int) -> Tensor:
     r"""Leading right singular vectors of each matrix (the :math:`V` of paper section 4.1), cut at numerical rank.
 
-    Single-precision input is decomposed through its Gram matrix in double precision, which resolves singular values
-    down to ``1e-8`` of the largest one, far below the numerical rank of single precision. Double-precision input
-    takes the full SVD.
+    Single-precision input is decomposed through the Gram matrix of its shorter side in double precision, which resolves
+    singular values down to ``1e-8`` of the largest one, far below the numerical rank of single precision.
+    Double-precision input takes the full SVD.
 
     Args:
         matrices: stack ``(L, d_out, d_in)``, float32 or float64, finite.
@@ -64,14 +64,11 @@ def right_singular_basis(matrices: Tensor, rank: int) -> Tensor:
     if matrices.ndim != 3:
         raise ValueError(f"`matrices` must be a stack (L, d_out, d_in), got shape {tuple(matrices.shape)}.")
     rank = min(rank, *matrices.shape[1:])
-    if matrices.dtype == torch.float64:
-        _, values, right = _svd(matrices)
-        vectors = right.mT
-    else:
-        values, vectors = _gram_svd(matrices.double())
-    values, vectors = values[:, :rank], vectors[:, :, :rank]
-    real = _real(values, numerical_rank_tolerance(tuple(matrices.shape), matrices.dtype))
-    return torch.where(real[:, None, :], vectors, 0.0).to(matrices.dtype)
+    if matrices.dtype == torch.float64 or matrices.shape[1] < matrices.shape[2]:
+        return thin_svd(matrices, lambda _: rank)[2].to(matrices.dtype)
+    values, vectors = _gram_svd(matrices.double())
+    real = _real(values, numerical_rank_tolerance(tuple(matrices.shape), matrices.dtype))[:, None, :rank]
+    return torch.where(real, vectors[:, :, :rank], 0.0).to(matrices.dtype)
 
 
 def complement_basis(vectors: Tensor, basis: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from safemerge_pl.differences import Likeness, Mismatch
 from safemerge_pl.fold_report import FoldReport, LayerReport
 from safemerge_pl.folders import STATE_FORMAT, require_format
 from safemerge_pl.folding import Folding, exact_arithmetic
+from safemerge_pl.kept import KeptTensors
 from safemerge_pl.layers import MergeLayer
 from safemerge_pl.ledger import ledger_line, provenance
 from safemerge_pl.methods.base import MergeMethod
@@ -82,7 +83,7 @@ class ContinualMerger:
         self.ledger: list[str] = []  # a line of JSON a fold
         self.saved: Path | None = None  # the output that it was read from or written to last
         self._merged: Mapping[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
-        self._caches: dict[tuple[str, ...], dict[str, Tensor]] = {}
+        self._caches: dict[tuple[str, ...], KeptTensors] = {}
         with exact_arithmetic(self.device):
             for name in self._parameters():
                 require_dtype(self.pretrained, name)
@@ -330,6 +331,7 @@ class ContinualMerger:
             names=names,
             device=self.device,
             processes=self.processes,
+            reference=self.reference,
             caches=self._caches,
         )
 

@@ -1,6 +1,7 @@
 """What a fold costs, counted: decompositions, passes over the incoming model, and waits for the device."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from safemerge_pl import folding
 from safemerge_pl.checkpoints import open_checkpoint
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import NUFILT, OPCM, TSVM, IsoC, KnOTSTies, MergeMethod, SafeMerge, WUDIMerging
@@ -71,6 +73,39 @@ def test_nothing_is_decomposed_twice(
     method: MergeMethod, expected: list[dict[str, int]], decomposed: Counter[str]
 ) -> None:
     assert counts_of(method, decomposed) == expected
+
+
+def test_bases_of_the_pretrained_model_are_kept_from_one_stream_to_the_next(
+    decomposed: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folding, "WORTH_KEEPING", 1)
+    base = tiny.tower()
+
+    def fold(base: tiny.Tensors = base, **settings: Any) -> tuple[str, int]:
+        decomposed.clear()
+        merger = ContinualMerger(base, tiny.fast_method(**settings))
+        return merger.fold(tiny.tuned(tiny.tower(), 1), "one").merged, decomposed["eigh"]
+
+    expected, everything = fold()[0], 3 * LAYERS
+    monkeypatch.setenv("SAFEMERGE_CACHE", str(tmp_path))
+    assert fold() == (expected, everything)
+    files = list((tmp_path / "bases").iterdir())
+    assert fold() == (expected, everything - LAYERS)
+    assert fold(keep_ratio=0.9)[1] == everything - LAYERS  # the pretrained bases do not depend on it
+    assert fold(scoring_rank=3)[1] == everything
+    assert fold({name: 2 * tensor for name, tensor in base.items()})[1] == everything
+    for file in files:
+        file.write_bytes(file.read_bytes()[:20])
+    assert fold() == (expected, everything)
+    assert fold() == (expected, everything - LAYERS)
+    monkeypatch.setenv("SAFEMERGE_CACHE", str(files[0]))  # no folder: nothing can be written
+    assert fold() == (expected, everything)
+
+
+def test_small_models_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFEMERGE_CACHE", str(tmp_path / "kept"))
+    ContinualMerger(tiny.tower(), tiny.fast_method()).fold(tiny.tuned(tiny.tower(), 1), "one")
+    assert not (tmp_path / "kept").exists()
 
 
 class Waits(TorchDispatchMode):

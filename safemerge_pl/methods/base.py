@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -39,7 +39,7 @@ class Stack:
         pretrained: :math:`\theta_0`, ``(L, d_out, d_in)``.
         merged: :math:`\theta^{merged}_{t-1}`, ``(L, d_out, d_in)``.
         incoming: :math:`\theta_t`, ``(L, d_out, d_in)``.
-        cache: lives as long as the stream; for what depends on ``pretrained`` alone.
+        cache: lives as long as the stream, or longer on disk; for what depends on ``pretrained`` and the name alone.
     """
 
     layers: tuple[str, ...]
@@ -47,7 +47,7 @@ class Stack:
     pretrained: Tensor
     merged: Tensor
     incoming: Tensor
-    cache: dict[str, Tensor] = field(default_factory=dict)
+    cache: MutableMapping[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def task_vector(self) -> Tensor:
