@@ -51,7 +51,7 @@ def literal(arguments: argparse.Namespace) -> list[dict[str, object]]:
                  for i, name in enumerate(stack.layers)]  # fmt: skip
         with PeakMemory() as peak:
             start = time.perf_counter()
-            map_on_cores(method.fold_stack, alone)  # as the merger does it on a CPU
+            list(map_on_cores(method.fold_stack, alone))  # as the merger does it on a CPU
             ours = time.perf_counter() - start
         start = time.perf_counter()
         for index, layer in enumerate(stack.layers):
@@ -77,5 +77,5 @@ def products_per_second(width: int) -> float:
     a = torch.randn(width, width)
     threads = torch.get_num_threads()
     start = time.perf_counter()
-    map_on_cores(lambda _: [a @ a for _ in range(20)], range(threads))
+    list(map_on_cores(lambda _: [a @ a for _ in range(20)], range(threads)))
     return threads * 20 * 2.0 * width**3 / (time.perf_counter() - start)
