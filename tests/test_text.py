@@ -13,11 +13,13 @@ from conftest import SmallZoo
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file, save_file
 from tiny_text import ABOUT, examples, glue, noisy, save_t5, t5, table, tokenizer, weights, write_glue
-from torch import nn
+from torch import Tensor, nn
 
 from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.glue import GLUEData
+from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.rows import require_published, summarise
 from safemerge_pl.scoring import Scorer, expert_weights, swapped_weights
@@ -356,15 +358,16 @@ def test_float16_is_refused_and_nan_is_no_answer(base: Path, tmp_path: Path, mak
 
 # experts with other ties
 
+SHARED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
 
 def test_a_tied_tensor_is_read_under_any_of_its_names_and_put_in_once(base: Path, tmp_path: Path) -> None:
     """B1, B5: files keep one name of a tied tensor, which one depends on who wrote them."""
     model = t5()
     tuned = weights(noisy(model, 1))
     embedding = tuned["shared.weight"]
-    for kept in ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
-        names = {"shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"} - {kept}
-        file = {name: tensor for name, tensor in tuned.items() if name not in names}
+    for kept in SHARED:
+        file = {name: tensor for name, tensor in tuned.items() if name == kept or name not in SHARED}
         found = expert_weights(model, file)
         with swapped_weights(model, found):
             assert torch.equal(model.shared.weight, embedding)  # type: ignore[union-attr]
@@ -373,6 +376,20 @@ def test_a_tied_tensor_is_read_under_any_of_its_names_and_put_in_once(base: Path
     lacking = {name: tensor for name, tensor in tuned.items() if "embed" not in name and name != "shared.weight"}
     with pytest.raises(CheckpointError, match=r"lacks \d+ of \d+ tensors to merge, first `shared.weight`"):
         expert_weights(model, lacking)
+
+
+@pytest.mark.parametrize("theirs", SHARED)
+@pytest.mark.parametrize("ours", SHARED)
+def test_a_shared_embedding_is_merged_under_any_of_its_names(ours: str, theirs: str) -> None:
+    """B1: of the pretrained and of the incoming model."""
+    pretrained, tuned = weights(t5()), weights(noisy(t5(), 1))
+
+    def file(tensors: dict[str, Tensor], kept: str) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if name == kept or name not in SHARED}
+
+    merger = ContinualMerger(file(pretrained, ours), TaskArithmetic(scaling=1.0))
+    merger.fold({f"module.{name}": tensor for name, tensor in file(tuned, theirs).items()}, "one")
+    torch.testing.assert_close(merger.merged[ours], tuned["shared.weight"])
 
 
 def test_an_expert_that_untied_its_head_is_refused(tmp_path: Path) -> None:
