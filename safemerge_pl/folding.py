@@ -14,10 +14,11 @@ from torch import Tensor
 from safemerge_pl.cores import flat_parts, length_of, map_on_cores
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.fold_report import LayerReport, layer_rows
-from safemerge_pl.kept import KeptTensors
+from safemerge_pl.kept import KeptTensors, surroundings
 from safemerge_pl.layers import CORE_STACK_ENTRIES, MAX_CORE_ENTRIES, MergeLayer, plan_stacks
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.sharing import Processes
+from safemerge_pl.stacks import Folded, joined, owned, stacked
 
 __all__ = ["Folding", "exact_arithmetic"]
 
@@ -26,7 +27,6 @@ WORTH_KEEPING = 2**18
 
 _Layers = tuple[MergeLayer, ...]
 _Fold = Callable[[Stack], StackResult]
-_Folded = tuple[StackResult, list[LayerReport]]
 _Out = TypeVar("_Out")
 
 
@@ -142,13 +142,13 @@ class Folding:
             step = size * self.processes.threads if on_cores else size
             yield from ((stacks[start : start + step], on_cores) for start in range(0, len(stacks), step))
 
-    def _fold_batch(self, method: _Fold, batch: list[_Layers], on_cores: bool) -> list[_Folded]:
-        def fold(layers: _Layers) -> _Folded:
+    def _fold_batch(self, method: _Fold, batch: list[_Layers], on_cores: bool) -> list[Folded]:
+        def fold(layers: _Layers) -> Folded:
             return self._fold(method, layers, self.device)
 
         return list(map_on_cores(fold, batch) if on_cores else map(fold, batch))
 
-    def _fold(self, method: _Fold, layers: _Layers, device: torch.device) -> _Folded:
+    def _fold(self, method: _Fold, layers: _Layers, device: torch.device) -> Folded:
         """Fold one stack; where the device's memory runs out, half of it at a time, and single layers on the CPU."""
         found = self._attempt(method, layers, device)
         if found is not None:
@@ -156,16 +156,16 @@ class Folding:
         self.caches.pop((device.type, *(layer.name for layer in layers)), None)
         if len(layers) > 1:
             half = len(layers) // 2
-            return _joined([self._fold(method, part, device) for part in (layers[:half], layers[half:])])
+            return joined([self._fold(method, part, device) for part in (layers[:half], layers[half:])])
         self.notes.append(f"layer {layers[0].name} was folded on the CPU: the memory of {device} ran out")
         return self._fold(method, layers, torch.device("cpu"))
 
-    def _attempt(self, method: _Fold, layers: _Layers, device: torch.device) -> _Folded | None:
+    def _attempt(self, method: _Fold, layers: _Layers, device: torch.device) -> Folded | None:
         """Fold one stack; ``None`` where there is not enough memory. Other failures name the layers."""
         try:
             with exact_arithmetic(device):  # its switches are a thread's own
                 stack = self._read_stack(layers, device)
-                result = _own(method(stack), stack)
+                result = owned(method(stack), stack)
                 return result, layer_rows(stack, result)
         except CheckpointError:
             raise
@@ -196,7 +196,7 @@ class Folding:
             merged.append(layer.view(self.current(layer.parameter)))
         key = tuple(layer.name for layer in layers)
         cache = self.caches.setdefault((device.type, *key), self._kept(key, layers[0], device))
-        theta_0, merged_so_far, theta_t = (_stacked(parts).to(device) for parts in (pretrained, merged, incoming))
+        theta_0, merged_so_far, theta_t = (stacked(parts).to(device) for parts in (pretrained, merged, incoming))
         return Stack(key, self.index, theta_0, merged_so_far, theta_t, cache)
 
     def _kept(self, key: tuple[str, ...], layer: MergeLayer, device: torch.device) -> KeptTensors:
@@ -221,14 +221,6 @@ class Folding:
             staged[name] = staged[name].sub_(base).mul_(factor).add_(base)
 
 
-def surroundings(device: torch.device) -> list[str]:
-    """What the bits of a result may depend on beside its inputs."""
-    from safemerge_pl import __version__  # not there yet while the package is imported
-
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return [kind, torch.__version__, __version__]
-
-
 @contextmanager
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Full float32 whatever surrounds the call: no autocast, no TF32, no inference mode, no graph."""
@@ -239,31 +231,3 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
-
-
-def _stacked(parts: list[Tensor]) -> Tensor:
-    """Matrices in float32 as one stack; a single one is not copied."""
-    return parts[0].float()[None] if len(parts) == 1 else torch.stack([part.float() for part in parts])
-
-
-def _own(result: StackResult, stack: Stack) -> StackResult:
-    """The result in memory of its own, whatever the method did: it outlives the tensors that were read."""
-    inputs = (stack.pretrained, stack.merged, stack.incoming, *stack.cache.values())
-    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    shared = result.merged.untyped_storage().data_ptr() in taken
-    return replace(result, merged=result.merged.clone()) if shared else result
-
-
-def _joined(parts: list[_Folded]) -> _Folded:
-    """Results of the parts of a stack as the stack's."""
-    results = [result for result, _ in parts]
-    kept = [result.kept_fraction for result in results if result.kept_fraction is not None]
-    losses = [result.losses for result in results if result.losses is not None]
-    merged = torch.cat([result.merged.to(results[0].merged.device) for result in results])
-    whole = StackResult(
-        merged,
-        torch.cat([part.to(merged.device) for part in kept]) if kept else None,
-        torch.cat([part.to(merged.device) for part in losses], dim=1) if losses else None,
-        sum(result.solve_seconds for result in results),
-    )
-    return whole, [row for _, rows in parts for row in rows]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from safemerge_pl.report import write_bytes
 
-__all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor"]
+__all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor", "surroundings"]
 
 
 def cache_folder() -> Path | None:
@@ -62,6 +62,14 @@ def keep_tensor(file: Path | None, tensor: Tensor) -> None:
     if file is not None:
         with suppress(OSError):
             write_bytes(file, save({"tensor": tensor.contiguous().cpu()}))
+
+
+def surroundings(device: torch.device) -> list[str]:
+    """What the bits of a result may depend on beside its inputs."""
+    from safemerge_pl import __version__  # not there yet while the package is imported
+
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return [kind, torch.__version__, __version__]
 
 
 class KeptTensors(MutableMapping[str, Tensor]):
