@@ -68,16 +68,15 @@ def out_of_core(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 raise SystemExit(f"the fold failed:\n{done.stderr[-2000:]}")
             peak = float(done.stdout.strip().splitlines()[-1])
             size = sum(file.stat().st_size for file in Path(base).iterdir()) / 2**30
-            row = {"layers": layers, "model_gib": size, "seconds": seconds, "peak_rss_gib": peak / 2**20}
+            row = {"layers": layers, "model_gib": size, "seconds": seconds, "peak_rss_gib": peak / 2**10}
             print(row, flush=True)
             rows.append(row)
     return rows
 
 
 if __name__ == "__main__":
-    import resource
-
     from safemerge_pl.cli import main
+    from safemerge_pl.memory import peak_memory_mib
 
     main(["fold", *sys.argv[1:]])
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    print(peak_memory_mib())

@@ -64,24 +64,23 @@ def _run(command: list[str]) -> dict[str, float]:
 
 def _ours() -> None:
     """One method of ours, in a process of its own."""
-    import resource
     import time
 
     import safemerge_pl.methods as methods
+    from benchmarks.fusion_bench_peer import memory_mib
     from safemerge_pl.merger import ContinualMerger
 
     path, threads, steps, name = sys.argv[1:]
     torch.set_num_threads(int(threads))
     states = torch.load(path, weights_only=True)
     method = eval(_OURS[name].format(steps=steps), vars(methods))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = memory_mib("VmRSS")
     start = time.perf_counter()
     merger = ContinualMerger(states.pop("_pretrained_"), method)
     for task, state in states.items():
         merger.fold(state, task)
     seconds = time.perf_counter() - start
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print("\n" + json.dumps({"seconds": seconds, "peak_mib": peak}))
+    print("\n" + json.dumps({"seconds": seconds, "peak_mib": memory_mib("VmHWM") - before}))
 
 
 if __name__ == "__main__":
