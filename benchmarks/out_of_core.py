@@ -7,9 +7,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
+from safemerge_pl.report import write_figure
 from safemerge_pl.weights import TensorSpec, write_weights
 
 __all__ = ["out_of_core"]
@@ -71,7 +75,26 @@ def out_of_core(arguments: argparse.Namespace) -> list[dict[str, object]]:
             row = {"layers": layers, "model_gib": size, "seconds": seconds, "peak_rss_gib": peak / 2**10}
             print(row, flush=True)
             rows.append(row)
+    if len(rows) > 1:
+        write_figure(arguments.output.with_name("out_of_core.png"), growth(rows))
     return rows
+
+
+def growth(rows: list[dict[str, object]]) -> Any:
+    """Seconds and memory over the number of layers."""
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    layers = [row["layers"] for row in rows]
+    left, right = figure.subplots(1, 2)
+    left.plot(layers, [row["seconds"] for row in rows], marker="o")
+    left.set(xlabel="layers", ylabel="seconds", title="Time of a fold", ylim=0)
+    right.plot(layers, [row["peak_rss_gib"] for row in rows], marker="o", label="peak of the process")
+    right.plot(layers, [row["model_gib"] for row in rows], marker="s", linestyle="--", label="one model on disk")
+    right.set(xlabel="layers", ylabel="GiB", title="Memory", ylim=0)
+    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    return figure
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""Every part of the benchmarks runs, on sizes that tell nothing about speed."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # they are no part of the package
+
+from benchmarks import __main__ as command
+from benchmarks import out_of_core, scaling
+
+
+def rows_of(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[dict[str, Any]]:
+    """What a part writes."""
+    output = tmp_path / "results.json"
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", part, *options, "--output", str(output)])
+    command.main()
+    content = json.loads(output.read_text())
+    assert torch.__version__.startswith(content["environment"]["torch"])
+    rows: list[dict[str, Any]] = content[part]
+    return rows
+
+
+def test_the_literal_form_is_timed_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of("literal", tmp_path, monkeypatch, "--width", "24", "--layers", "3")
+    assert [row["shape"] for row in rows] == ["3 x 24 x 24", "1 x 96 x 24"]
+    assert all(row["ratio"] == row["literal_s"] / row["ours_s"] > 0 for row in rows)
+
+
+def test_growth_varies_one_thing_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "_START", scaling._START | {"blocks": 1, "width": 16})
+    monkeypatch.setattr(scaling, "_VARIED", {"blocks": [1, 2], "task_rank": [1, 3]})
+    rows = rows_of("scaling", tmp_path, monkeypatch)
+    assert [(row["varied"], row["value"]) for row in rows] == [
+        ("blocks", 1),
+        ("blocks", 2),
+        ("task_rank", 1),
+        ("task_rank", 3),
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_each_rival_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--width", "16", "--blocks", "1", "--steps", "2", "--methods", "Ties-Merging", "WUDI-Merging"]
+    rows = rows_of("rivals", tmp_path, monkeypatch, *options)
+    assert [row["method"] for row in rows] == ["Ties-Merging", "WUDI-Merging"]
+    assert all(row["ours_s"] > 0 and 0 < row["ours_mib"] < 1024 for row in rows)
+
+
+def test_two_processes_end_with_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = rows_of("processes", tmp_path, monkeypatch, "--width", "16", "--blocks", "1")
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert one["merged"] == two["merged"]
+
+
+def test_models_larger_than_memory_are_folded_and_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in {"_HIDDEN": 32, "_KV": 16, "_FEED": 64, "_VOCABULARY": 50}.items():
+        monkeypatch.setattr(out_of_core, name, size)
+    rows = rows_of("out_of_core", tmp_path, monkeypatch, "--llama_layers", "1", "2", "--scratch", str(tmp_path))
+    assert [row["layers"] for row in rows] == [1, 2]
+    assert 0 < rows[0]["peak_rss_gib"] < 2
+    assert (tmp_path / "out_of_core.png").stat().st_size > 10_000
