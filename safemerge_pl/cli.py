@@ -202,10 +202,11 @@ def _fold() -> None:
 
     import safemerge_pl.methods  # noqa: F401  # short class paths work for imported classes only
     from safemerge_pl.fold import fold_once
+    from safemerge_pl.fold_progress import FoldProgress
 
     parser = ArgumentParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
     parser.add_argument("--config", "-c", action="config")
-    parser.add_function_arguments(fold_once)
+    parser.add_function_arguments(fold_once, skip={"progress"})
     arguments = sys.argv[1:]
     if any(given.startswith("--method.") for given in arguments) and not {"--method", "--config", "-c"} & {
         given.partition("=")[0] for given in arguments
@@ -215,7 +216,8 @@ def _fold() -> None:
     sys.argv = [Path(sys.argv[0]).name.replace("__main__.py", "safemerge"), "fold", *sys.argv[1:]]  # for the model card
     options = {key: value for key, value in vars(config).items() if key != "config"}
     before = time.perf_counter()
-    merger = fold_once(**options)
+    with FoldProgress() as progress:
+        merger = fold_once(**options, progress=progress)
     seconds = time.perf_counter() - before
     count = 1 if isinstance(options["incoming"], str) else len(options["incoming"])
     for report in merger.reports[-count:]:

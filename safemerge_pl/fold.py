@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def fold_once(
     max_shard_size: int | str = "5GB",
     copy_code: bool = False,
     low_memory: bool | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> ContinualMerger:
     """Fold a fine-tuned model into yesterday's merge (or start one) and write the new merge as a model folder.
 
@@ -57,6 +58,7 @@ def fold_once(
         copy_code: also copy the model's own Python files. They are never run here.
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
             at a time; by default for models that take more than 4 GB in float32.
+        progress: called now and then with the task, the number of its layers that are done, and that of all.
 
     Returns:
         The merger after the fold; of one in low memory the weights are in the output alone.
@@ -85,9 +87,11 @@ def fold_once(
             merger = ContinualMerger.load(merged, base, method=method, **options)
         require_output(merger, Path(output), dtype=dtype, max_shard_size=max_shard_size)
         checkpoints = [_fitting(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
+        merger.progress = progress
         for checkpoint, name in zip(checkpoints, tasks, strict=True):
             merger.fold(checkpoint, name)
         merger.save(output, dtype=dtype, max_shard_size=max_shard_size, copy_code=copy_code)
+    merger.progress = None
     return merger
 
 

@@ -46,6 +46,7 @@ class Folding:
         device: where the arithmetic runs.
         processes: among which the stacks are shared out.
         reference: fingerprint of the pretrained layers.
+        told: called with the number of layers that are done and that of all.
         caches: what depends on the pretrained model alone, by device and layers of a stack; lives as the stream does.
         rows: a report a layer.
         losses: of the inner optimisations, summed over layers: before each step and after the last.
@@ -65,6 +66,7 @@ class Folding:
     processes: Processes
     reference: str
     caches: dict[tuple[str, ...], KeptTensors]
+    told: Callable[[int, int], None]
     rows: dict[str, LayerReport] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     solve_seconds: float = 0.0
@@ -80,6 +82,8 @@ class Folding:
         Raises:
             CheckpointError: naming the layer at which it cannot be done.
         """
+        done, total = 0, len(self.layers) + len(self.others)
+        self.told(done, total)
         self.method.prepare(self.index, self._vectors)
         for layers, result, rows in self._results():
             for layer, row, matrix in zip(layers, rows, result.merged, strict=True):
@@ -89,6 +93,8 @@ class Folding:
                         f"{row.task_norm:.3g}) or `lr` is too large."
                     )
                 self._place(staged, layer, matrix, alone=len(layers) == 1)
+            done += len(layers)
+            self.told(done, total)
             self.rows |= {row.layer: row for row in rows}
             self.solve_seconds += result.solve_seconds
             if result.losses is not None:

@@ -79,6 +79,7 @@ class ContinualMerger:
         self.layers, self.others = what_is_merged(self.pretrained, self.method, layers)
         self.device = torch.device(device)
         self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
+        self.progress: Callable[[str, int, int], None] | None = None  # told task, layers done and layers in all
         self.reports: list[FoldReport] = []
         self.ledger: list[str] = []  # a line of JSON a fold
         self.saved: Path | None = None  # the output that it was read from or written to last
@@ -132,7 +133,7 @@ class ContinualMerger:
         try:
             with exact_arithmetic(self.device):
                 names, checkpoint, hashed = self.processes.agree(lambda: self._sound_incoming(incoming, task))
-                folding = self._folding(checkpoint, names)
+                folding = self._folding(checkpoint, names, task)
                 staged = self._room()
                 folding.run(staged)
         except CheckpointError as error:
@@ -319,7 +320,7 @@ class ContinualMerger:
         merged = self._merged.get(name)
         return self.pretrained[name].float() if merged is None else merged
 
-    def _folding(self, checkpoint: Checkpoint, names: dict[str, str]) -> Folding:
+    def _folding(self, checkpoint: Checkpoint, names: dict[str, str], task: str) -> Folding:
         return Folding(
             method=self.method,
             index=len(self.reports) + 1,
@@ -333,6 +334,7 @@ class ContinualMerger:
             processes=self.processes,
             reference=self.reference,
             caches=self._caches,
+            told=functools.partial(self.progress or (lambda *_: None), task),
         )
 
     def _room(self) -> MutableMapping[str, Tensor]:

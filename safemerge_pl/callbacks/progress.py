@@ -1,4 +1,4 @@
-"""Progress of a merge stream: a bar while something is scored, and one line a task that stays."""
+"""Progress of a merge stream: a bar while something is folded or scored, and one line a task that stays."""
 
 import time
 from typing import Any
@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.fold_progress import FoldProgress
 
 __all__ = ["StreamProgress"]
 
@@ -21,6 +22,7 @@ class StreamProgress(ProgressBar):
         self._live: Any = None
         self._bar: Any = None
         self._start = 0.0
+        self._folding = FoldProgress()
 
     def disable(self) -> None:
         """Print nothing (Lightning calls it on all ranks but the first)."""
@@ -42,6 +44,8 @@ class StreamProgress(ProgressBar):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say what is coming."""
         merge = MergeCallback.of(trainer)
+        if merge is not None and merge.merger is not None and self._enabled:
+            merge.merger.progress = self._folding
         if merge is None or merge.live is not None:
             return
         count, layers = len(merge.sources), 0 if merge.merger is None else len(merge.merger.layers)
@@ -92,8 +96,11 @@ class StreamProgress(ProgressBar):
         self._close()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Leave the terminal as it was."""
+        """Leave the terminal and the merger as they were."""
         self._close()
+        merge = MergeCallback.of(trainer)
+        if merge is not None and merge.merger is not None:
+            merge.merger.progress = None
 
     def _print_scores(self, scores: dict[str, float]) -> None:
         for name, value in scores.items():
@@ -115,6 +122,7 @@ class StreamProgress(ProgressBar):
             self._live.advance(self._bar)
 
     def _close(self) -> None:
+        self._folding.close()
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,0 +1,66 @@
+"""How far a long fold is: a bar on a terminal, a line now and then in a log."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+__all__ = ["FoldProgress"]
+
+
+class FoldProgress:
+    """Told of every stack of a fold, shows on standard error how far it is; nothing of a short one.
+
+    It is what :attr:`ContinualMerger.progress` may be. :meth:`close` leaves a terminal as it was.
+
+    Args:
+        after: seconds before the bar appears; a log gets a line each time ``every`` seconds have passed.
+        every: seconds between two lines.
+    """
+
+    def __init__(self, after: float = 1.0, every: float = 30.0) -> None:
+        self.after, self.every = after, every
+        self._task: str | None = None
+        self._start = self._last = 0.0
+        self._bar: Any = None
+
+    def __call__(self, task: str, done: int, total: int) -> None:
+        """Take note that so many layers are done."""
+        now = time.monotonic()
+        if task != self._task or done == 0:
+            self.close()
+            self._task, self._start, self._last = task, now, now
+        elif done >= total:
+            self.close()
+        elif sys.stderr.isatty():
+            self._show(task, done, total)
+        elif now - self._last >= self.every:
+            self._last = now
+            left = (now - self._start) * (total - done) / done
+            print(f"{task}: {done} of {total} layers, about {left:.0f} s left", file=sys.stderr, flush=True)
+
+    def _show(self, task: str, done: int, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        if self._bar is None:
+            if time.monotonic() - self._start < self.after:
+                return
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.add_task(f"folding {task}", total=total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._task = None
+
+    def __enter__(self) -> "FoldProgress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
