@@ -68,12 +68,12 @@ class WUDIMerging(MergeMethod):
 
     def _solve(self, moved: Tensor, cross: Tensor, gram: Tensor) -> Tensor:
         """Find how far some rows have to move, written to ``moved``; their losses ``(K + 1, L)``."""
-        x, losses = torch.zeros_like(cross), []
+        x, losses = torch.zeros_like(cross), [cross.new_zeros(len(cross))]  # the start, which takes no product
         adam = Adam(x, self.lr)
+        torch.mul(cross, 2, out=adam.gradient)
         for _ in range(self.num_steps):
-            losses.append(wudi_loss_and_gradient(x, cross, gram, out=adam.gradient)[0])
             adam.step()
-        losses.append(wudi_loss_and_gradient(x, cross, gram, out=adam.gradient)[0])
+            losses.append(wudi_loss_and_gradient(x, cross, gram, out=adam.gradient)[0])
         moved.copy_(x)
         return torch.stack(losses)
 
