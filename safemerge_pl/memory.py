@@ -1,5 +1,6 @@
 """How much memory a piece of work takes."""
 
+import ctypes
 import gc
 import re
 import resource
@@ -63,6 +64,7 @@ class PeakMemory:
             self._start = torch.cuda.memory_allocated(self._device)
         else:
             gc.collect()  # what is freed while the work runs would hide as much of what it takes
+            _give_back()
             self._start = self._highest = _resident()
             self._thread.start()
         return self
@@ -81,6 +83,12 @@ class PeakMemory:
     def _watch(self) -> None:
         while not self._stop.wait(0.003):
             self._highest = max(self._highest, _resident())
+
+
+def _give_back() -> None:
+    """Return freed memory to the system, where it can be told to: work that takes it again would show no growth."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident() -> int:
