@@ -58,7 +58,7 @@ def fold_once(
         copy_code: also copy the model's own Python files. They are never run here.
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
             at a time; by default for models that take more than 4 GB in float32.
-        progress: called now and then with the task, the number of its layers that are done, and that of all.
+        progress: called now and then with the task, the number of its weights that are merged, and that of all.
 
     Returns:
         The merger after the fold; of one in low memory the weights are in the output alone.

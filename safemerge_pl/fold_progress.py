@@ -25,7 +25,7 @@ class FoldProgress:
         self._bar: Any = None
 
     def __call__(self, task: str, done: int, total: int) -> None:
-        """Take note that so many layers are done."""
+        """Take note that so many weights are merged."""
         now = time.monotonic()
         if task != self._task or done == 0:
             self.close()
@@ -37,7 +37,7 @@ class FoldProgress:
         elif now - self._last >= self.every:
             self._last = now
             left = (now - self._start) * (total - done) / done
-            print(f"{task}: {done} of {total} layers, about {left:.0f} s left", file=sys.stderr, flush=True)
+            print(f"{task}: {done / total:.0%} merged, about {left:.0f} s left", file=sys.stderr, flush=True)
 
     def _show(self, task: str, done: int, total: int) -> None:
         from rich.console import Console

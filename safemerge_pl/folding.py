@@ -46,7 +46,7 @@ class Folding:
         device: where the arithmetic runs.
         processes: among which the stacks are shared out.
         reference: fingerprint of the pretrained layers.
-        told: called with the number of layers that are done and that of all.
+        told: called with the number of weights that are merged and that of all.
         caches: what depends on the pretrained model alone, by device and layers of a stack; lives as the stream does.
         rows: a report a layer.
         losses: of the inner optimisations, summed over layers: before each step and after the last.
@@ -82,7 +82,7 @@ class Folding:
         Raises:
             CheckpointError: naming the layer at which it cannot be done.
         """
-        done, total = 0, len(self.layers) + len(self.others)
+        done, total = 0, sum(math.prod(layer.shape) for layer in (*self.layers, *self.others))
         self.told(done, total)
         self.method.prepare(self.index, self._vectors)
         for layers, result, rows in self._results():
@@ -93,7 +93,7 @@ class Folding:
                         f"{row.task_norm:.3g}) or `lr` is too large."
                     )
                 self._place(staged, layer, matrix, alone=len(layers) == 1)
-            done += len(layers)
+            done += sum(math.prod(layer.shape) for layer in layers)
             self.told(done, total)
             self.rows |= {row.layer: row for row in rows}
             self.solve_seconds += result.solve_seconds

@@ -79,7 +79,7 @@ class ContinualMerger:
         self.layers, self.others = what_is_merged(self.pretrained, self.method, layers)
         self.device = torch.device(device)
         self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
-        self.progress: Callable[[str, int, int], None] | None = None  # told task, layers done and layers in all
+        self.progress: Callable[[str, int, int], None] | None = None  # told task, weights merged and weights in all
         self.reports: list[FoldReport] = []
         self.ledger: list[str] = []  # a line of JSON a fold
         self.saved: Path | None = None  # the output that it was read from or written to last
