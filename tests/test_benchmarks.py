@@ -65,3 +65,9 @@ def test_models_larger_than_memory_are_folded_and_plotted(tmp_path: Path, monkey
     assert [row["layers"] for row in rows] == [1, 2]
     assert 0 < rows[0]["peak_rss_gib"] < 2
     assert (tmp_path / "out_of_core.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="no GPU here"):
+        rows_of("gpu", tmp_path, monkeypatch)
