@@ -5,8 +5,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from safemerge_pl.cores import flat_parts
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.foreign import read_config
 from safemerge_pl.lazy import Checkpoint, View
@@ -94,13 +96,16 @@ class Likeness:
     def __init__(self, pretrained: Checkpoint, parameters: Sequence[str]) -> None:
         self._pretrained = pretrained
         self._looked_at = set(sorted(parameters, key=lambda name: -math.prod(pretrained.shape(name)))[:4])
-        self._products: dict[str, tuple[float, float, float]] = {}
+        self._products: dict[str, list[float]] = {}
 
     def add(self, name: str, tensor: Tensor) -> Tensor:
         """Look at a tensor that is read anyway, on any thread, and hand it on."""
         if name in self._looked_at:
-            a, b = self._pretrained[name].detach().float().flatten(), tensor.detach().float().flatten()
-            self._products[name] = float(a @ b), float(a @ a), float(b @ b)
+            found = torch.zeros(3, dtype=torch.float64)
+            for part in zip(*map(flat_parts, (self._pretrained[name].detach(), tensor.detach())), strict=True):
+                a, b = (entries.float().cpu() for entries in part)
+                found += torch.stack([a @ b, a @ a, b @ b])
+            self._products[name] = found.tolist()
         return tensor
 
     def notes(self) -> tuple[str, ...]:

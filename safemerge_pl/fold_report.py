@@ -9,7 +9,7 @@ import torch
 from safemerge_pl.cores import distances
 from safemerge_pl.methods.base import Stack, StackResult
 
-__all__ = ["FoldReport", "LayerReport", "layer_rows"]
+__all__ = ["FoldReport", "LayerReport", "layer_rows", "whole_row"]
 
 
 @dataclass(frozen=True)
@@ -103,3 +103,16 @@ def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
         )
         for row in range(count)
     ]
+
+
+def whole_row(parts: list[tuple[float, LayerReport]]) -> LayerReport:
+    """The row of a layer that was folded in parts, each with its share of the entries."""
+    rows = [row for _, row in parts]
+    return LayerReport(
+        layer=rows[0].layer,
+        kept_fraction=sum(share * row.kept_fraction for share, row in parts),
+        loss_first=None,
+        loss_last=None,
+        task_norm=math.hypot(*(row.task_norm for row in rows)),
+        update_norm=math.hypot(*(row.update_norm for row in rows)),
+    )

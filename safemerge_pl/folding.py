@@ -18,7 +18,7 @@ from safemerge_pl.kept import KeptTensors, surroundings
 from safemerge_pl.layers import CORE_STACK_ENTRIES, MAX_CORE_ENTRIES, MergeLayer, plan_stacks
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.sharing import Processes
-from safemerge_pl.stacks import Folded, joined, owned, stacked
+from safemerge_pl.stacks import LARGE_ENTRIES, Folded, fold_rows, joined, owned, stacked
 
 __all__ = ["Folding", "exact_arithmetic"]
 
@@ -128,7 +128,7 @@ class Folding:
             results = [(replace(result, solve_seconds=longest / len(results)), rows) for result, rows in results]
             yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
         for batch, on_cores in self._batches([(layer,) for layer in self.others]):
-            results = self._fold_batch(self.method.fold_rest, batch, on_cores)
+            results = self._fold_rest(batch, on_cores)
             yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
 
     @property
@@ -169,41 +169,49 @@ class Folding:
     def _attempt(self, method: _Fold, layers: _Layers, device: torch.device) -> Folded | None:
         """Fold one stack; ``None`` where there is not enough memory. Other failures name the layers."""
         try:
-            with exact_arithmetic(device):  # its switches are a thread's own
+            with exact_arithmetic(device), _naming(layers):  # the switches are a thread's own
                 stack = self._read_stack(layers, device)
                 result = owned(method(stack), stack)
                 return result, layer_rows(stack, result)
-        except CheckpointError:
-            raise
-        except (ArithmeticError, RuntimeError, ValueError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) or (len(layers) == 1 and device.type == "cpu"):
-                raise CheckpointError(f"layers {layers[0].name} to {layers[-1].name}: {error}") from error
+        except torch.OutOfMemoryError as error:
+            if len(layers) == 1 and device.type == "cpu":
+                raise CheckpointError(f"layer {layers[0].name}: {error}") from error
         return None  # outside of the handler, which keeps the tensors of the failed attempt alive
+
+    def _fold_rest(self, batch: list[_Layers], on_cores: bool) -> list[Folded]:
+        """Tensors outside of stacks; a large one, which takes room several times, a few rows at a time if it may be."""
+        (layer,) = batch[0]
+        large = len(batch) == 1 and math.prod(layer.shape) > LARGE_ENTRIES  # several at once are small
+        if not (large and self.method.elementwise):
+            return self._fold_batch(self.method.fold_rest, batch, on_cores)
+        with _naming(batch[0]):
+            return [fold_rows(self.method.fold_rest, layer.name, self.index, self._read(layer), self.device)]
 
     def _vectors(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out]) -> Iterator[_Out]:
         """See :class:`Vectors`."""
 
         def read_and_look(layers: _Layers) -> _Out:
-            stack = self._read_stack(layers, self.device)
-            parts = zip(*map(flat_parts, (stack.pretrained, stack.merged, stack.incoming)), strict=True)
-            return look((merged - base, incoming - base) for base, merged, incoming in parts)
+            parts = zip(*(flat_parts(tensor, self.device) for tensor in self._read(layers[0])), strict=True)
+            there = (tuple(part.to(self.device).float() for part in triple) for triple in parts)
+            return look((merged - base, incoming - base) for base, merged, incoming in there)
 
         for batch, on_cores in self._batches([(layer,) for layer in (*self.layers, *self.others)]):
             yield from (map_on_cores if on_cores else map)(read_and_look, batch)
 
     def _read_stack(self, layers: _Layers, device: torch.device) -> Stack:
-        pretrained, merged, incoming = [], [], []
-        for layer in layers:
-            base, new = self.pretrained[layer.parameter], self.incoming[self.names[layer.parameter]]
-            if new.dtype != base.dtype and torch.equal(base.to(new.dtype), new):
-                new = base  # the pretrained tensor, stored in fewer bits: rounding is not a task
-            pretrained.append(layer.view(base))
-            incoming.append(layer.view(new))
-            merged.append(layer.view(self.current(layer.parameter)))
+        """A stack on a device, with what is known of its pretrained weights."""
         key = tuple(layer.name for layer in layers)
         cache = self.caches.setdefault((device.type, *key), self._kept(key, layers[0], device))
-        theta_0, merged_so_far, theta_t = (stacked(parts).to(device) for parts in (pretrained, merged, incoming))
-        return Stack(key, self.index, theta_0, merged_so_far, theta_t, cache)
+        parts = zip(*map(self._read, layers), strict=True)
+        theta_0, merged, theta_t = (stacked(list(matrices)).to(device) for matrices in parts)
+        return Stack(key, self.index, theta_0, merged, theta_t, cache)
+
+    def _read(self, layer: MergeLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's pretrained, merged and incoming weights, as they are stored."""
+        base, new = self.pretrained[layer.parameter], self.incoming[self.names[layer.parameter]]
+        if new.dtype != base.dtype and torch.equal(base.to(new.dtype), new):
+            new = base  # the pretrained tensor, stored in fewer bits: rounding is not a task
+        return layer.view(base), layer.view(self.current(layer.parameter)), layer.view(new)
 
     def _kept(self, key: tuple[str, ...], layer: MergeLayer, device: torch.device) -> KeptTensors:
         """What depends on the pretrained weights of a stack alone; that of large matrices also for the next stream."""
@@ -212,8 +220,8 @@ class Folding:
         return KeptTensors([self.reference, type(self.method).__qualname__, *key, *surroundings(device)], device)
 
     def _length(self, staged: Mapping[str, Tensor], name: str) -> float:
-        parts = zip(*map(flat_parts, (staged[name], self.pretrained[name].float())), strict=True)
-        return length_of(merged - base for merged, base in parts)
+        parts = zip(*map(flat_parts, (staged[name], self.pretrained[name])), strict=True)
+        return length_of(merged - base.float() for merged, base in parts)
 
     def _rescale(self, staged: MutableMapping[str, Tensor]) -> None:
         """Apply the method's factor to the accumulated vectors."""
@@ -237,3 +245,14 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def _naming(layers: _Layers) -> Iterator[None]:
+    """Failures of what is done inside name the layers, but for a lack of memory."""
+    try:
+        yield
+    except (CheckpointError, torch.OutOfMemoryError):
+        raise
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"layers {layers[0].name} to {layers[-1].name}: {error}") from error

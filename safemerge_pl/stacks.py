@@ -1,14 +1,18 @@
 """Matrices into a stack, and what came of a stack out of it."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from safemerge_pl.fold_report import LayerReport
+from safemerge_pl.fold_report import LayerReport, layer_rows, whole_row
 from safemerge_pl.methods.base import Stack, StackResult
 
-__all__ = ["Folded", "joined", "owned", "stacked"]
+__all__ = ["LARGE_ENTRIES", "Folded", "fold_rows", "joined", "owned", "stacked"]
+
+LARGE_ENTRIES = 2**24
+"""Entries of a tensor from which on an elementwise method gets it in parts, of no more each."""
 
 Folded = tuple[StackResult, list[LayerReport]]
 """A stack's result with a report a layer."""
@@ -45,3 +49,27 @@ def joined(parts: list[Folded]) -> Folded:
         sum(result.solve_seconds for result in results),
     )
     return whole, [row for _, rows in parts for row in rows]
+
+
+def fold_rows(
+    fold: Callable[[Stack], StackResult], name: str, index: int, tensors: Sequence[Tensor], device: torch.device
+) -> Folded:
+    """Fold one tensor a few rows at a time.
+
+    Args:
+        fold: treats every entry by itself.
+        name: of the tensor, for the report.
+        index: position of the incoming task in the stream, from 1.
+        tensors: pretrained, merged so far and incoming, of one shape, as they are stored.
+        device: where the arithmetic runs; the result is on the CPU.
+    """
+    merged = torch.empty(tensors[0].shape, dtype=torch.float32)
+    rows = max(1, LARGE_ENTRIES * len(merged) // merged.numel())
+    found = []
+    for target, *parts in zip(*(torch.split(tensor, rows) for tensor in (merged, *tensors)), strict=True):
+        base, so_far, incoming = (stacked([part]).to(device) for part in parts)
+        stack = Stack((name,), index, base, so_far, incoming)
+        result = fold(stack)
+        target.copy_(result.merged[0])
+        found.append((target.numel() / merged.numel(), layer_rows(stack, result)[0]))
+    return StackResult(merged[None]), [whole_row(found)]

@@ -14,7 +14,7 @@ import torch
 from tiny import Tensors, assert_same, copied, hf_t5, hf_vision, randn, tower, tuned
 from torch import Tensor, nn
 
-from safemerge_pl import cores
+from safemerge_pl import cores, folding, stacks
 from safemerge_pl.callbacks import MergeCallback
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.cores import flat_parts
@@ -389,6 +389,25 @@ def test_ties_does_not_depend_on_the_parts_it_works_in(
     monkeypatch.setattr(cores, "_FLAT_PART", 7)
     for found, expected in zip(states_of(ContinualMerger(clip[0], TiesMerging()), clip[1]), whole, strict=True):
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("make", [TaskArithmetic, TiesMerging, WUDIMerging, IsoC, TSVM, OPCM])
+def test_large_tensors_outside_of_stacks_are_folded_a_few_rows_at_a_time(
+    make: Make, clip: tuple[nn.Module, list[Tensors]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ContinualMerger(clip[0], make())
+    expected = states_of(whole, clip[1])
+    monkeypatch.setattr(folding, "LARGE_ENTRIES", 1)
+    monkeypatch.setattr(stacks, "LARGE_ENTRIES", 20)
+    parts = ContinualMerger(clip[0], make())
+    for found, state in zip(states_of(parts, clip[1]), expected, strict=True):
+        assert_same(found, state)
+    for found, report in zip(parts.reports, whole.reports, strict=True):
+        for row, other in zip(found.layers, report.layers, strict=True):
+            assert row.layer == other.layer
+            assert row.task_norm == pytest.approx(other.task_norm)
+            assert row.update_norm == pytest.approx(other.update_norm)
+            assert row.kept_fraction == pytest.approx(other.kept_fraction)
 
 
 def test_election_takes_the_sign_of_the_sum_and_the_majority_where_it_is_zero() -> None:

@@ -94,6 +94,9 @@ class MergeMethod(ABC):
     """Whether :meth:`fold_stack` may work on several stacks at once on threads: it must then change nothing of the
     method itself."""
 
+    elementwise: ClassVar[bool] = False
+    """Whether :meth:`fold_rest` treats every entry by itself: it then gets a large tensor in parts, a few rows each."""
+
     label: ClassVar[str]
     """Name in tables and figures."""
 

@@ -35,6 +35,7 @@ class OPCM(MergeMethod):
     concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "linear"
     merges_rest: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     alpha: float = 0.5
     zero_diagonal: bool = False

@@ -26,6 +26,7 @@ class TaskArithmetic(MergeMethod):
     concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "none"
     merges_rest: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     scaling: float = 0.3
 

@@ -42,6 +42,7 @@ class TiesMerging(MergeMethod):
     concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "none"
     merges_rest: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     scaling: float = 0.3
     top_k: float = 0.2

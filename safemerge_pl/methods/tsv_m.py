@@ -27,6 +27,7 @@ class TSVM(MergeMethod):
     concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "matrix"
     merges_rest: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     scaling: float = 1.0
 

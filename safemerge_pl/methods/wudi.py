@@ -35,6 +35,7 @@ class WUDIMerging(MergeMethod):
     concurrent: ClassVar[bool] = True
     scope: ClassVar[Scope] = "matrix"
     merges_rest: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     lr: float = 1e-5
     num_steps: int = 50
