@@ -91,11 +91,16 @@ def distances(a: Tensor, b: Tensor) -> list[float]:
     return [length_of(x - y for x, y in zip(*map(flat_parts, pair), strict=True)) for pair in zip(a, b, strict=True)]
 
 
-def map_on_cores(function: Callable[[_In], _Out], items: Sequence[_In]) -> Iterator[_Out]:
+def map_on_cores(function: Callable[[_In], _Out], items: Sequence[_In], *, most: int | None = None) -> Iterator[_Out]:
     """``map(function, items)`` without gradients, on as many threads as torch may use.
 
     Every call has one thread to itself, so its bits do not depend on the number of cores. Splitting each operation
     over the cores instead makes them wait for each other: three times slower on matrices of a few hundred rows.
+
+    Args:
+        function: called with one item.
+        items: in the order of the results.
+        most: of these calls at a time, where each of them takes much memory.
 
     Example:
         >>> list(map_on_cores(lambda x: x + 1, [1, 2, 3]))
@@ -107,7 +112,7 @@ def map_on_cores(function: Callable[[_In], _Out], items: Sequence[_In]) -> Itera
         with torch.inference_mode(inference), torch.no_grad():  # both are a thread's own
             return function(item)
 
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads() if most is None else min(torch.get_num_threads(), most)
     return map(call, items) if threads == 1 else _pool(threads).map(call, items)
 
 

@@ -12,7 +12,7 @@ from safemerge_pl.cores import map_on_cores
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.foreign import refuse_impostor
 
-__all__ = ["DTYPES", "Checkpoint", "Memory", "Safetensors", "View", "fingerprint"]
+__all__ = ["DTYPES", "HASHED_AT_ONCE", "Checkpoint", "Memory", "Safetensors", "View", "fingerprint"]
 
 DTYPES = {
     "F64": torch.float64,
@@ -27,6 +27,10 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """Dtypes by their code in a safetensors file."""
+
+
+HASHED_AT_ONCE = 8
+"""Tensors in memory at a time on their way into a fingerprint, however many cores there are."""
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -180,7 +184,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         content = hashlib.sha256(flat.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
         return f"{name} {flat.dtype} {tuple(flat.shape)} {content}\n"
 
-    return hashlib.sha256("".join(map_on_cores(hashed, list(tensors))).encode()).hexdigest()
+    return hashlib.sha256("".join(map_on_cores(hashed, list(tensors), most=HASHED_AT_ONCE)).encode()).hexdigest()
 
 
 def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -22,6 +22,7 @@ from safemerge_pl.folders import STATE_FORMAT, require_format
 from safemerge_pl.folding import Folding, exact_arithmetic
 from safemerge_pl.kept import KeptTensors
 from safemerge_pl.layers import MergeLayer
+from safemerge_pl.lazy import HASHED_AT_ONCE
 from safemerge_pl.ledger import ledger_line, provenance
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
@@ -311,8 +312,8 @@ class ContinualMerger:
 
     def _hash(self, read: Callable[[str], Tensor]) -> str:
         """Fingerprint of the layers inside the parameters that ``read`` gives, a few of which are held at a time."""
-        held = 4 + torch.get_num_threads()  # the parts of a fused tensor do not follow each other by name
-        read = functools.lru_cache(held)(read)
+        # the parts of a fused tensor do not follow each other by name
+        read = functools.lru_cache(4 + min(HASHED_AT_ONCE, torch.get_num_threads()))(read)
         layers = {layer.name: layer for layer in sorted(self._units(), key=lambda layer: layer.name)}
         return fingerprint(LazyTensors(list(layers), lambda name: layers[name].view(read(layers[name].parameter))))
 
