@@ -65,9 +65,9 @@ def check_stream(
             facts += [f"task '{task}': {note}" for note in incoming.notes]
         except ValueError as error:
             problems.append(f"task '{task}': {error}")
-    entries = sum(math.prod(unit.shape) for unit in units)
+    entries = sum(unit.entries for unit in units)
     total = sum(math.prod(shape) for shape in base.shapes().values())
-    stack = max(sum(math.prod(unit.shape) for unit in part) for part in plan_stacks(units))
+    stack = max(sum(unit.entries for unit in part) for part in plan_stacks(units))
     facts.append(f"{len(data.stream)} tasks: {', '.join(data.stream)}")
     facts.append(f"control sets: {', '.join(data.controls) or 'none (no Gen. and no H-score)'}")
     facts.append(f"method: {type(merge.method).__name__} {merge.method.settings()}")

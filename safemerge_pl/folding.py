@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from safemerge_pl.arithmetic import exact_arithmetic
 from safemerge_pl.cores import flat_parts, length_of, map_on_cores
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.fold_report import LayerReport, layer_rows
@@ -20,7 +21,7 @@ from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.sharing import Processes
 from safemerge_pl.stacks import LARGE_ENTRIES, Folded, fold_rows, joined, owned, stacked
 
-__all__ = ["Folding", "exact_arithmetic"]
+__all__ = ["Folding"]
 
 WORTH_KEEPING = 2**18
 """Entries of a matrix from which on a decomposition takes longer than reading a file."""
@@ -82,7 +83,7 @@ class Folding:
         Raises:
             CheckpointError: naming the layer at which it cannot be done.
         """
-        done, total = 0, sum(math.prod(layer.shape) for layer in (*self.layers, *self.others))
+        done, total = 0, sum(layer.entries for layer in (*self.layers, *self.others))
         self.told(done, total)
         self.method.prepare(self.index, self._vectors)
         for layers, result, rows in self._results():
@@ -93,7 +94,7 @@ class Folding:
                         f"{row.task_norm:.3g}) or `lr` is too large."
                     )
                 self._place(staged, layer, matrix, alone=len(layers) == 1)
-            done += sum(math.prod(layer.shape) for layer in layers)
+            done += sum(layer.entries for layer in layers)
             self.told(done, total)
             self.rows |= {row.layer: row for row in rows}
             self.solve_seconds += result.solve_seconds
@@ -143,7 +144,7 @@ class Folding:
 
         What is in a stack depends on shapes, method and kind of device only, never on the number of cores or processes.
         """
-        for small, group in itertools.groupby(plan, lambda stack: math.prod(stack[0].shape) <= MAX_CORE_ENTRIES):
+        for small, group in itertools.groupby(plan, lambda stack: stack[0].entries <= MAX_CORE_ENTRIES):
             stacks, on_cores = list(group), small and self._side_by_side
             step = size * self.processes.threads if on_cores else size
             yield from ((stacks[start : start + step], on_cores) for start in range(0, len(stacks), step))
@@ -159,7 +160,7 @@ class Folding:
         found = self._attempt(method, layers, device)
         if found is not None:
             return found
-        self.caches.pop((device.type, *(layer.name for layer in layers)), None)
+        self.caches.pop(_place_of_cache(layers, device), None)
         if len(layers) > 1:
             half = len(layers) // 2
             return joined([self._fold(method, part, device) for part in (layers[:half], layers[half:])])
@@ -181,7 +182,7 @@ class Folding:
     def _fold_rest(self, batch: list[_Layers], on_cores: bool) -> list[Folded]:
         """Tensors outside of stacks; a large one, which takes room several times, a few rows at a time if it may be."""
         (layer,) = batch[0]
-        large = len(batch) == 1 and math.prod(layer.shape) > LARGE_ENTRIES  # several at once are small
+        large = len(batch) == 1 and layer.entries > LARGE_ENTRIES  # several at once are small
         if not (large and self.method.elementwise):
             return self._fold_batch(self.method.fold_rest, batch, on_cores)
         with _naming(batch[0]):
@@ -200,11 +201,10 @@ class Folding:
 
     def _read_stack(self, layers: _Layers, device: torch.device) -> Stack:
         """A stack on a device, with what is known of its pretrained weights."""
-        key = tuple(layer.name for layer in layers)
-        cache = self.caches.setdefault((device.type, *key), self._kept(key, layers[0], device))
         parts = zip(*map(self._read, layers), strict=True)
         theta_0, merged, theta_t = (stacked(list(matrices)).to(device) for matrices in parts)
-        return Stack(key, self.index, theta_0, merged, theta_t, cache)
+        names = tuple(layer.name for layer in layers)
+        return Stack(names, self.index, theta_0, merged, theta_t, self._cache(layers, device))
 
     def _read(self, layer: MergeLayer) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's pretrained, merged and incoming weights, as they are stored."""
@@ -213,11 +213,13 @@ class Folding:
             new = base  # the pretrained tensor, stored in fewer bits: rounding is not a task
         return layer.view(base), layer.view(self.current(layer.parameter)), layer.view(new)
 
-    def _kept(self, key: tuple[str, ...], layer: MergeLayer, device: torch.device) -> KeptTensors:
+    def _cache(self, layers: _Layers, device: torch.device) -> KeptTensors:
         """What depends on the pretrained weights of a stack alone; that of large matrices also for the next stream."""
-        if math.prod(layer.shape) < WORTH_KEEPING:
-            return KeptTensors(None, device)
-        return KeptTensors([self.reference, type(self.method).__qualname__, *key, *surroundings(device)], device)
+        place = _place_of_cache(layers, device)
+        if place not in self.caches:
+            origin = [self.reference, type(self.method).__qualname__, *place[1:], *surroundings(device)]
+            self.caches[place] = KeptTensors(origin if layers[0].entries >= WORTH_KEEPING else None, device)
+        return self.caches[place]
 
     def _length(self, staged: Mapping[str, Tensor], name: str) -> float:
         parts = zip(*map(flat_parts, (staged[name], self.pretrained[name])), strict=True)
@@ -236,18 +238,6 @@ class Folding:
 
 
 @contextmanager
-def exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Full float32 whatever surrounds the call: no autocast, no TF32, no inference mode, no graph."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
-@contextmanager
 def _naming(layers: _Layers) -> Iterator[None]:
     """Failures of what is done inside name the layers, but for a lack of memory."""
     try:
@@ -256,3 +246,7 @@ def _naming(layers: _Layers) -> Iterator[None]:
         raise
     except (ArithmeticError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"layers {layers[0].name} to {layers[-1].name}: {error}") from error
+
+
+def _place_of_cache(layers: _Layers, device: torch.device) -> tuple[str, ...]:
+    return (device.type, *(layer.name for layer in layers))

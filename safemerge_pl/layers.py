@@ -52,6 +52,11 @@ class MergeLayer:
     rows: tuple[int, int] | None = None
     transposed: bool = False
 
+    @property
+    def entries(self) -> int:
+        """How many weights it has."""
+        return math.prod(self.shape)
+
     def view(self, tensor: Tensor) -> Tensor:
         """The upright ``(d_out, d_in)`` matrix inside ``tensor``, without a copy.
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -15,11 +14,12 @@ from torch import Tensor
 
 from safemerge_pl import saving
 from safemerge_pl.adapters import Adapter
+from safemerge_pl.arithmetic import exact_arithmetic
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.differences import Likeness, Mismatch
 from safemerge_pl.fold_report import FoldReport, LayerReport
 from safemerge_pl.folders import STATE_FORMAT, require_format
-from safemerge_pl.folding import Folding, exact_arithmetic
+from safemerge_pl.folding import Folding
 from safemerge_pl.kept import KeptTensors
 from safemerge_pl.layers import MergeLayer
 from safemerge_pl.lazy import HASHED_AT_ONCE
@@ -145,7 +145,7 @@ class ContinualMerger:
             raise
         self._replace(staged)
         rows = [folding.rows[layer.name] for layer in self._units()]
-        entries = [math.prod(layer.shape) for layer in self._units()]
+        entries = [layer.entries for layer in self._units()]
         report = FoldReport(
             task=task,
             index=len(self.reports) + 1,

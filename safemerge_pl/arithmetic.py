@@ -1,0 +1,20 @@
+"""The arithmetic of a fold, which must not depend on where it is called."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["exact_arithmetic"]
+
+
+@contextmanager
+def exact_arithmetic(device: torch.device) -> Iterator[None]:
+    """Full float32 whatever surrounds the call: no autocast, no TF32, no inference mode, no graph."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
