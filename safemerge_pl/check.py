@@ -14,7 +14,7 @@ from safemerge_pl.folders import nearest
 from safemerge_pl.layers import plan_stacks
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.preflight import aligned, require_fit
-from safemerge_pl.selection import what_is_merged
+from safemerge_pl.selection import left_out, what_is_merged
 
 __all__ = ["check_stream"]
 
@@ -52,6 +52,7 @@ def check_stream(
         layers, others = what_is_merged(base, merge.method, merge.layers)
     except ValueError as error:
         return facts, [*problems, f"pretrained model: {error}"]
+    facts += [] if merge.layers else [f"pretrained model: {note}" for note in left_out(base, layers, others)]
     units = [*layers, *others]
     parameters = list(dict.fromkeys(unit.parameter for unit in units))
     try:

@@ -15,7 +15,18 @@ from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["MergeLayer", "Scope", "known_layers", "parts_of", "plan_stacks", "select_layers", "vision_only"]
+from safemerge_pl.families import heights, in_block, known, rule_for, tower, unknown_fusion
+
+__all__ = [
+    "MergeLayer",
+    "Scope",
+    "known_layers",
+    "parts_of",
+    "passed_over",
+    "plan_stacks",
+    "select_layers",
+    "vision_only",
+]
 
 Scope = Literal["selected", "selected_out", "linear", "matrix", "none"]
 """Which matrices are merged: attention and first feed-forward, these and T5's second feed-forward, every linear layer,
@@ -23,6 +34,11 @@ every 2-D tensor, or none."""
 
 _EMBEDDING = re.compile(r"embed|(?:^|\.)(?:shared|wte|wpe|relative_attention_bias)\.")
 """2-D tensors that are looked up, not multiplied with."""
+
+_VISION = re.compile(r"(?:^|\.)(?:vision_model|visual)\.")
+
+_TEXT_TOWER = re.compile(r"(?:^|\.)(?:text|text_model)\.|(?:^|\.)transformer\.resblocks\.")
+"""The text side of a contrastive model, in transformers and open_clip."""
 
 MAX_STACK_ENTRIES = 2**25
 """Largest stack, in entries (128 MiB in float32). A constant, so that the plan depends on shapes only."""
@@ -70,69 +86,13 @@ class MergeLayer:
         return upright if self.rows is None else upright[self.rows[0] : self.rows[1]]
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """A family's naming: a pattern with the groups of ``names``, one name per equal block of output rows."""
-
-    pattern: re.Pattern[str]
-    names: tuple[str, ...]
-    transposed: bool = False
-    wide: bool = False
-
-
-def _rule(pattern: str, *names: str, transposed: bool = False, wide: bool = False) -> _Rule:
-    return _Rule(re.compile(r"(?:^|\.)" + pattern + r"$"), names, transposed, wide)
-
-
-_RULES = (
-    # Hugging Face CLIP towers, and decoders named like Llama
-    _rule(r"layers\.(?P<i>\d+)\.self_attn\.(?P<k>[qkv])_proj\.weight", "{tower}.{i}.{k}"),
-    _rule(r"layers\.(?P<i>\d+)\.self_attn\.(?:out|o)_proj\.weight", "{tower}.{i}.out"),
-    _rule(r"layers\.(?P<i>\d+)\.mlp\.fc1\.weight", "{tower}.{i}.up"),
-    _rule(r"layers\.(?P<i>\d+)\.mlp\.(?P<k>gate|up)_proj\.weight", "{tower}.{i}.{k}"),
-    # open_clip and OpenAI CLIP: q, k and v fused in one parameter
-    _rule(r"resblocks\.(?P<i>\d+)\.attn\.in_proj_weight", "{tower}.{i}.q", "{tower}.{i}.k", "{tower}.{i}.v"),
-    _rule(r"resblocks\.(?P<i>\d+)\.attn\.out_proj\.weight", "{tower}.{i}.out"),
-    _rule(r"resblocks\.(?P<i>\d+)\.mlp\.c_fc\.weight", "{tower}.{i}.up"),
-    # timm vision transformers
-    _rule(r"blocks\.(?P<i>\d+)\.attn\.qkv\.weight", "{tower}.{i}.q", "{tower}.{i}.k", "{tower}.{i}.v"),
-    _rule(r"blocks\.(?P<i>\d+)\.attn\.proj\.weight", "{tower}.{i}.out"),
-    _rule(r"blocks\.(?P<i>\d+)\.mlp\.fc1\.weight", "{tower}.{i}.up"),
-    # T5: self- and cross-attention, and every input side of the (gated) feed-forward
-    _rule(
-        r"(?P<side>encoder|decoder)\.block\.(?P<i>\d+)\.layer\.\d+\.SelfAttention\.(?P<k>[qkvo])\.weight",
-        "{side}.{i}.self.{k}",
-    ),
-    _rule(r"decoder\.block\.(?P<i>\d+)\.layer\.\d+\.EncDecAttention\.(?P<k>[qkvo])\.weight", "decoder.{i}.cross.{k}"),
-    _rule(
-        r"(?P<side>encoder|decoder)\.block\.(?P<i>\d+)\.layer\.\d+\.DenseReluDense\.(?P<k>wi|wi_0|wi_1)\.weight",
-        "{side}.{i}.{k}",
-    ),
-    _rule(
-        r"(?P<side>encoder|decoder)\.block\.(?P<i>\d+)\.layer\.\d+\.DenseReluDense\.wo\.weight",
-        "{side}.{i}.wo",
-        wide=True,  # not merged by SAFE-Merge (METHODS A11)
-    ),
-    # GPT-2: Conv1D stores weights as (d_in, d_out)
-    _rule(
-        r"h\.(?P<i>\d+)\.attn\.c_attn\.weight",
-        "{tower}.{i}.q",
-        "{tower}.{i}.k",
-        "{tower}.{i}.v",
-        transposed=True,
-    ),
-    _rule(r"h\.(?P<i>\d+)\.attn\.c_proj\.weight", "{tower}.{i}.out", transposed=True),
-    _rule(r"h\.(?P<i>\d+)\.mlp\.c_fc\.weight", "{tower}.{i}.up", transposed=True),
-)
-
-
 def select_layers(
     shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] | None = None, scope: Scope = "selected"
 ) -> list[MergeLayer]:
     """Choose the matrices to merge: attention projections and the first feed-forward matrix (METHODS 9.1, 10a).
 
     Of a checkpoint with a vision and a text tower only the vision tower is merged, since the zero-shot heads come from
-    the pretrained text tower.
+    the pretrained text tower; of a vision model with a language model both are.
 
     Args:
         shapes: shape of every tensor of the pretrained model.
@@ -145,7 +105,7 @@ def select_layers(
         The layers in the checkpoint's order.
 
     Raises:
-        ValueError: if nothing is selected, or a pattern selects nothing.
+        ValueError: if nothing is selected, a pattern selects nothing, or a matrix holds q, k and v in unknown order.
 
     Example:
         >>> [layer.name for layer in select_layers({"visual.transformer.resblocks.0.attn.in_proj_weight": (6, 2)})]
@@ -159,6 +119,12 @@ def select_layers(
         for name in vision_only(shapes)
         if scope != "linear" or not _EMBEDDING.search(name)
     }
+    for name in found if not everything else ():
+        if not found[name] and len(shapes[name]) == 2 and unknown_fusion(name):
+            raise ValueError(
+                f"`{name}` holds q, k and v in an order that differs between models of this name; name the matrices to "
+                "merge with `layers`, where it is taken whole."
+            )
     for pattern in patterns or ():
         if not any(found[name] for name in found if fnmatch.fnmatchcase(name, pattern)):
             raise ValueError(
@@ -172,14 +138,19 @@ def select_layers(
     ]
     if not layers:
         raise ValueError(
-            f"none of the {len(shapes)} parameters is a layer of a known family (CLIP, open_clip, timm ViT, T5, Llama, "
-            "GPT-2); name the matrices to merge with `layers`, e.g. ['*.q_proj.weight']."
+            f"none of the {len(shapes)} parameters is an attention or feed-forward matrix of a known family (CLIP, "
+            "ViT, BERT, T5, Llama, GPT-2, ...); name the matrices to merge with `layers`, e.g. ['*.q_proj.weight']."
         )
     return _distinct(layers)
 
 
 def _distinct(layers: list[MergeLayer]) -> list[MergeLayer]:
-    """Two towers of one unknown kind would share canonical names; then the parameter's own name is taken."""
+    """Two towers of one unknown kind would share canonical names; then the parameter's own name is taken.
+
+    Beside a decoder a bare ``encoder`` is no vision tower.
+    """
+    if any(layer.name.startswith("decoder.") for layer in layers):
+        layers = [replace(layer, name=re.sub(r"^vision\.", "encoder.", layer.name)) for layer in layers]
     counts = Counter(layer.name for layer in layers)
     return [
         layer
@@ -190,14 +161,31 @@ def _distinct(layers: list[MergeLayer]) -> list[MergeLayer]:
 
 
 def vision_only(names: Iterable[str]) -> list[str]:
-    """The names of the vision tower where there is one, else all names.
+    """The names of the vision tower where there is one, else all names; all too where a language model stands beside.
 
     Example:
         >>> vision_only(["vision_model.a", "text_model.a", "logit_scale"]), vision_only(["encoder.a"])
         (['vision_model.a'], ['encoder.a'])
+        >>> len(vision_only(["vision_tower.vision_model.layers.0.a", "language_model.layers.0.a"]))
+        2
     """
     names = list(names)
-    return [name for name in names if re.search(r"(?:^|\.)(?:vision_model|visual)\.", name)] or names
+    vision = [name for name in names if _VISION.search(name)]
+    speaks = any(in_block(name) and not _VISION.search(name) and not _TEXT_TOWER.search(name) for name in names)
+    return names if speaks else vision or names
+
+
+def passed_over(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Matrices in the blocks of a model that are of no known kind and not among the layers to merge.
+
+    Example:
+        >>> passed_over([], {"layers.0.mixer.in_proj.weight": (8, 4), "layers.0.mlp.fc2.weight": (4, 8)})
+        ['layers.0.mixer.in_proj.weight']
+    """
+    taken = {layer.parameter for layer in layers}
+    return [
+        name for name in vision_only(shapes) if name not in taken and in_block(name) and not known(name, shapes[name])
+    ]
 
 
 def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRIES) -> list[tuple[MergeLayer, ...]]:
@@ -225,7 +213,7 @@ def known_layers(names: Iterable[str]) -> list[str]:
         >>> known_layers(["blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight"])
         ['blocks.0.mlp.fc1.weight']
     """
-    return [name for name in names if any(rule.pattern.search(name) for rule in _RULES)]
+    return [name for name in names if rule_for(name)]
 
 
 def parts_of(parameter: str, shape: Sequence[int]) -> list[MergeLayer]:
@@ -240,37 +228,16 @@ def parts_of(parameter: str, shape: Sequence[int]) -> list[MergeLayer]:
 
 def _layers_of(parameter: str, shape: tuple[int, ...], *, keep_unknown: bool, wide: bool) -> list[MergeLayer]:
     """The layers inside one parameter; empty if it is none of a known family and ``keep_unknown`` is off."""
-    for rule in _RULES:
-        match = rule.pattern.search(parameter)
-        if match is None or len(shape) != 2 or (rule.wide and not wide):
-            continue
-        d_out, d_in = reversed(shape) if rule.transposed else shape
-        height = d_out // len(rule.names)
-        if height * len(rule.names) != d_out:
-            raise ValueError(f"`{parameter}` of shape {shape} cannot be split into {len(rule.names)} equal parts.")
-        names = [name.format(tower=_tower(parameter), **match.groupdict()) for name in rule.names]
-        return [
-            MergeLayer(
-                name,
-                parameter,
-                (height, d_in),
-                (part * height, (part + 1) * height) if len(names) > 1 else None,
-                rule.transposed,
-            )
-            for part, name in enumerate(names)
-        ]
-    if keep_unknown and len(shape) == 2:
-        return [MergeLayer(parameter.removesuffix(".weight"), parameter, (shape[0], shape[1]))]
-    return []
-
-
-def _tower(parameter: str) -> str:
-    """``vision``, ``text`` or ``model``: the tower a parameter belongs to, the same in every library.
-
-    A bare tower (``encoder.layers...`` of transformers 5) counts as vision: text towers alone are never merged.
-    """
-    if re.search(r"(?:^|\.)text_model\.", parameter):
-        return "text"
-    if re.search(r"(?:^|\.)(?:vision_model|visual|encoder|blocks|resblocks)\.", parameter):
-        return "vision"
-    return "model"
+    found = rule_for(parameter, shape)
+    if found is None or (found[0].wide and not wide):
+        plain = keep_unknown and len(shape) == 2
+        return [MergeLayer(parameter.removesuffix(".weight"), parameter, (shape[0], shape[1]))] if plain else []
+    rule, groups = found
+    d_out, d_in = reversed(shape) if rule.transposed else shape
+    layers, start = [], 0
+    for name, height in zip(rule.names, heights(rule, parameter, d_out, d_in), strict=True):
+        rows = (start, start + height) if len(rule.names) > 1 else None
+        canonical = name.format(tower=tower(parameter), **groups)
+        layers.append(MergeLayer(canonical, parameter, (height, d_in), rows, rule.transposed))
+        start += height
+    return layers

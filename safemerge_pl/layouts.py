@@ -12,7 +12,7 @@ from safemerge_pl.lazy import Checkpoint
 
 __all__ = ["layer_index", "relaid"]
 
-_BLOCK = re.compile(r"(?:^|\.)(?:layers|resblocks|blocks|block|h)\.(\d+)\.")
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|layer|resblocks|blocks|block|h)\.(\d+)\.")
 
 _REST = [
     (re.compile(r"(?:^|\.)(?:" + pattern + r")$"), names)
@@ -73,7 +73,7 @@ def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) 
     locals_ = {_local(name) for name in incoming}
     parts = {name: _parts(name, pretrained.shape(name)) for name in vision_only(pretrained)}
     blocks = [name for name in wanted if _BLOCK.search(name) and parts[name]]
-    if not blocks or any(_local(name) in locals_ for name in blocks):
+    if not blocks or all(_local(name) in locals_ for name in blocks):
         return None
     if any(part.name not in theirs for name in blocks for part in parts[name]):
         return None

@@ -27,7 +27,7 @@ from safemerge_pl.ledger import ledger_line, provenance
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.preflight import aligned, require_dtype, require_finite, require_fit, require_values
-from safemerge_pl.selection import what_is_merged
+from safemerge_pl.selection import left_out, what_is_merged
 from safemerge_pl.sharing import Processes
 from safemerge_pl.side_files import OutputDtype
 from safemerge_pl.store import DiskTensors, LazyTensors
@@ -78,6 +78,7 @@ class ContinualMerger:
         self.pretrained = _snapshot(pretrained)
         self._aliases = tied_names(self.pretrained)
         self.layers, self.others = what_is_merged(self.pretrained, self.method, layers)
+        self._left_out = [] if layers else left_out(self.pretrained, self.layers, self.others)
         self.device = torch.device(device)
         self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
         self.progress: Callable[[str, int, int], None] | None = None  # told task, weights merged and weights in all
@@ -353,7 +354,7 @@ class ContinualMerger:
             old.close()
 
     def _notes(self, checkpoint: Checkpoint, rows: list[LayerReport], hashed: str) -> Iterator[str]:
-        yield from checkpoint.notes if self.reports else (*self.pretrained.notes, *checkpoint.notes)
+        yield from checkpoint.notes if self.reports else (*self.pretrained.notes, *self._left_out, *checkpoint.notes)
         if not any(row.task_norm for row in rows):
             yield "its merged layers equal the pretrained model's: nothing was added"
         for earlier in self.reports:

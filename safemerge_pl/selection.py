@@ -4,12 +4,12 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 
 from safemerge_pl.differences import is_floating
-from safemerge_pl.layers import MergeLayer, known_layers, select_layers, vision_only
+from safemerge_pl.layers import MergeLayer, known_layers, passed_over, select_layers, vision_only
 from safemerge_pl.lazy import Checkpoint
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.weights import tied_names
 
-__all__ = ["what_is_merged"]
+__all__ = ["left_out", "what_is_merged"]
 
 
 def what_is_merged(
@@ -45,6 +45,29 @@ def what_is_merged(
         and name not in aliases
         and checkpoint.dtype(name).is_floating_point
         and (patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    ]
+
+
+def left_out(checkpoint: Checkpoint, layers: Sequence[MergeLayer], others: Sequence[MergeLayer]) -> list[str]:
+    """A sentence on matrices that the built-in choice passes over since it does not know them.
+
+    Args:
+        checkpoint: the pretrained model.
+        layers: what :func:`what_is_merged` found.
+        others: likewise.
+
+    Example:
+        >>> import torch
+        >>> from safemerge_pl.lazy import Memory
+        >>> names = ["layers.0.self_attn.q_proj.weight", "layers.0.mixer.in_proj.weight"]
+        >>> model = Memory({name: torch.ones(2, 2) for name in names}, "a file")
+        >>> left_out(model, select_layers(model.shapes()), [])[0].partition(";")[0]
+        'of no known kind and left pretrained: 1 of the matrices in its blocks, first `layers.0.mixer.in_proj.weight`'
+    """
+    unknown = [] if others else passed_over(layers, _mergeable(checkpoint, tied_names(checkpoint)))
+    return unknown and [
+        f"of no known kind and left pretrained: {len(unknown)} of the matrices in its blocks, first `{unknown[0]}`; if "
+        "they matter, name the matrices to merge with `layers`"
     ]
 
 

@@ -55,7 +55,11 @@ def test_options_that_contradict_each_other(options: dict[str, Any], message: st
     [
         ({"module_attr": "backbone"}, {}, "`module_attr` 'backbone' does not exist in Classifier"),
         ({"module_attr": "lr"}, {}, "`module_attr` 'lr' is a float, not a module"),
-        ({"module_attr": "head"}, {}, "cannot be merged: none of the 2 parameters is a layer of a known family"),
+        (
+            {"module_attr": "head"},
+            {},
+            "cannot be merged: none of the 2 parameters is an attention or feed-forward matrix",
+        ),
         ({}, {"max_epochs": 1}, "run would end before its first task of 2 epochs"),
         ({}, {"max_epochs": 5}, "no multiple of 2 epochs a task: the last 1 .* set it to 4 or 6"),
         ({"tasks": ["a", "b"]}, {}, "which is 3 tasks of 2 epochs, but 2 are named .* set it to 4"),

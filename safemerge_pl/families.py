@@ -1,0 +1,188 @@
+"""How families of models name and lay out the matrices of a block: a table of patterns over parameter names.
+
+A pattern has the groups that its canonical names are made of: ``i``, the block; ``k``, the part; ``e``, the expert.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Rule", "heights", "in_block", "known", "rule_for", "tower", "unknown_fusion"]
+
+_BLOCK = r"(?:layers|layer|blocks|resblocks|block|h)\.(?P<i>\d+)\."
+_ATTENTION = r"(?:self_attn|self_attention|attn|attention)\.(?:(?:self|attention)\.)?"
+_CROSS = r"(?:encoder_attn|cross_attn|crossattention|multihead_attn)\.(?:self\.)?"
+_FEED = r"(?:mlp|ffn|feed_forward)\."
+_MIXTURE = r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(?P<e>\d+)\."
+_QKV = r"(?P<k>q|k|v|query|key|value)(?:_proj|_lin)?\.weight"
+_OUT = r"(?:out_proj|o_proj|out_lin|proj|projection|dense|output\.dense|Wo|wo)\.weight"
+_T5 = r"(?P<side>encoder|decoder)\.block\.(?P<i>\d+)\.layer\.\d+\."
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of parameter.
+
+    Attributes:
+        pattern: of its name.
+        names: canonical name of each block of output rows in it.
+        transposed: stored as ``(d_in, d_out)``.
+        wide: a matrix of the feed-forward's output side, merged on demand only.
+        square: the first block is as high as the matrix is wide, the others share the rest (grouped-query attention).
+    """
+
+    pattern: re.Pattern[str]
+    names: tuple[str, ...]
+    transposed: bool = False
+    wide: bool = False
+    square: bool = False
+
+
+def _rule(pattern: str, *names: str, transposed: bool = False, wide: bool = False, square: bool = False) -> Rule:
+    return Rule(re.compile(r"(?:^|\.)" + pattern + r"$"), names, transposed, wide, square)
+
+
+def _fused(*parts: str) -> tuple[str, ...]:
+    return tuple("{tower}.{i}." + part for part in parts)
+
+
+_RULES = (
+    # T5: self- and cross-attention, and every input side of the (gated) feed-forward
+    _rule(_T5 + r"SelfAttention\.(?P<k>[qkvo])\.weight", "{side}.{i}.self.{k}"),
+    _rule(_T5 + r"EncDecAttention\.(?P<k>[qkvo])\.weight", "{side}.{i}.cross.{k}"),
+    _rule(_T5 + r"DenseReluDense\.(?P<k>wi|wi_0|wi_1)\.weight", "{side}.{i}.{k}"),
+    _rule(_T5 + r"DenseReluDense\.wo\.weight", "{side}.{i}.wo", wide=True),  # not merged by SAFE-Merge (METHODS A11)
+    # GPT-2: Conv1D stores weights as (d_in, d_out)
+    _rule(r"h\.(?P<i>\d+)\.attn\.c_attn\.weight", *_fused("q", "k", "v"), transposed=True),
+    _rule(r"h\.(?P<i>\d+)\.attn\.c_proj\.weight", "{tower}.{i}.out", transposed=True),
+    _rule(r"h\.(?P<i>\d+)\.mlp\.c_fc\.weight", "{tower}.{i}.up", transposed=True),
+    # attention of CLIP, SigLIP, Llama and its kin, Phi, BERT and its kin, ViT, DINO, Swin, Whisper, BART, GPT-J, timm
+    _rule(_BLOCK + _ATTENTION + _QKV, "{tower}.{i}.{k[0]}"),
+    _rule(_BLOCK + _ATTENTION + r"w(?P<k>[qkv])\.weight", "{tower}.{i}.{k}"),
+    _rule(_BLOCK + _ATTENTION + r"(?P<k>q_a|q_b|kv_b)_proj\.weight", "{tower}.{i}.{k}"),  # DeepSeek's latent attention
+    _rule(_BLOCK + _ATTENTION + r"kv_a_proj_with_mqa\.weight", "{tower}.{i}.kv_a"),
+    _rule(_BLOCK + _ATTENTION + _OUT, "{tower}.{i}.out"),
+    _rule(_BLOCK + _CROSS + _QKV, "{tower}.{i}.cross.{k[0]}"),
+    _rule(_BLOCK + _CROSS + _OUT, "{tower}.{i}.cross.out"),
+    # q, k and v fused: open_clip and nn.MultiheadAttention; timm and BLIP; ModernBERT and MPT; Phi-3
+    _rule(_BLOCK + _ATTENTION + r"in_proj_weight", *_fused("q", "k", "v")),
+    _rule(_BLOCK + _CROSS + r"in_proj_weight", *_fused("cross.q", "cross.k", "cross.v")),
+    _rule(_BLOCK + _ATTENTION + r"(?:qkv|Wqkv)\.weight", *_fused("q", "k", "v")),
+    _rule(r"layers\.(?P<i>\d+)\.self_attn\.qkv_proj\.weight", *_fused("q", "k", "v"), square=True),
+    # input side of the feed-forward
+    _rule(_BLOCK + r"(?:" + _FEED + r")?(?:fc1|linear1|linear_fc1)\.weight", "{tower}.{i}.up"),
+    _rule(_BLOCK + _FEED + r"(?:c_fc|fc_in|lin1|intermediate_dense|dense_h_to_4h|fc1_x)\.weight", "{tower}.{i}.up"),
+    _rule(_BLOCK + r"intermediate\.dense\.weight", "{tower}.{i}.up"),
+    _rule(_BLOCK + _FEED + r"(?P<k>gate|up)_proj\.weight", "{tower}.{i}.{k}"),
+    _rule(_BLOCK + _FEED + r"fc1_g\.weight", "{tower}.{i}.gate"),
+    _rule(_BLOCK + r"feed_forward\.w1\.weight", "{tower}.{i}.gate"),
+    _rule(_BLOCK + r"feed_forward\.w3\.weight", "{tower}.{i}.up"),
+    _rule(_BLOCK + _FEED + r"(?:gate_up_proj|w12|weights_in)\.weight", *_fused("gate", "up")),
+    _rule(_BLOCK + r"mlp\.Wi\.weight", *_fused("up", "gate")),
+    # mixtures of experts, each a feed-forward
+    _rule(_BLOCK + _MIXTURE + r"(?P<k>gate|up)_proj\.weight", "{tower}.{i}.expert{e}.{k}"),
+    _rule(_BLOCK + _MIXTURE + r"w1\.weight", "{tower}.{i}.expert{e}.gate"),
+    _rule(_BLOCK + _MIXTURE + r"w3\.weight", "{tower}.{i}.expert{e}.up"),
+    _rule(_BLOCK + r"mlp\.shared_experts?\.(?P<k>gate|up)_proj\.weight", "{tower}.{i}.shared.{k}"),
+)
+
+_IN_BLOCK = re.compile(r"(?:^|\.)" + _BLOCK)
+
+_FUSION = re.compile(r"(?:qkv(?:_proj)?|query_key_value|[Ww]qkv|c_attn)\.weight$")
+
+_OUTPUT_SIDE = re.compile(
+    r"(?:fc2|linear2|linear_fc2|lin2|fc_out|down_proj|c_proj|w2|mlp\.w3|wo|Wo|weights_out|output\.dense|output_dense|dense_4h_to_h)"
+    r"\.weight$"
+)
+
+_NO_MATRIX = re.compile(r"norm|embed|bias|conv|router|(?:^|[._])gate\.weight$")
+"""2-D tensors of a block that choose, look up or normalise."""
+
+
+def rule_for(parameter: str, shape: Sequence[int] | None = None) -> tuple[Rule, dict[str, str]] | None:
+    """The rule that a parameter falls under and the groups of its name; ``None`` for any other parameter.
+
+    Args:
+        parameter: its name.
+        shape: as stored; left out, the name alone decides.
+
+    Example:
+        >>> rule_for("vit.encoder.layer.3.attention.attention.query.weight")[1]
+        {'i': '3', 'k': 'query'}
+        >>> [rule_for("h.0.mlp.c_fc.weight", shape)[0].transposed for shape in ((8, 32), (32, 8))]
+        [True, False]
+    """
+    for rule in _RULES:
+        match = rule.pattern.search(parameter)
+        if match and (shape is None or (len(shape) == 2 and _fits(rule, parameter, shape))):
+            return rule, match.groupdict()
+    return None
+
+
+def _fits(rule: Rule, parameter: str, shape: Sequence[int]) -> bool:
+    """GPT-2's names are also those of GPT-Neo, GPTBigCode and Qwen, which store theirs upright."""
+    if not rule.transposed or parameter.endswith("c_proj.weight"):
+        return True
+    return shape[1] == 3 * shape[0] if len(rule.names) > 1 else shape[0] < shape[1]
+
+
+def heights(rule: Rule, parameter: str, rows: int, columns: int) -> list[int]:
+    """How many rows of the upright matrix belong to each of a rule's names.
+
+    Raises:
+        ValueError: if they cannot be shared out.
+
+    Example:
+        >>> name = "model.layers.0.self_attn.qkv_proj.weight"  # 4 heads, 2 of them with keys of their own
+        >>> heights(rule_for(name)[0], name, 64, 32)
+        [32, 16, 16]
+    """
+    count, first = len(rule.names), columns if rule.square else 0
+    rest = count - 1 if rule.square else count
+    height, over = divmod(rows - first, rest)
+    if over or height < 1:
+        raise ValueError(f"`{parameter}` of shape {(rows, columns)} cannot be split into {count} equal parts.")
+    return [first, *[height] * rest] if rule.square else [height] * count
+
+
+def in_block(parameter: str) -> bool:
+    """Whether a parameter belongs to one of a stack of blocks."""
+    return bool(_IN_BLOCK.search(parameter))
+
+
+def known(parameter: str, shape: Sequence[int]) -> bool:
+    """Whether it is clear what a block's tensor is: merged, left pretrained on purpose, or no matrix at all.
+
+    Example:
+        >>> known("h.0.mlp.fc_out.weight", (8, 32)), known("layers.0.mixer.in_proj.weight", (64, 8))
+        (True, False)
+    """
+    if len(shape) < 2 or min(shape) == 1 or _NO_MATRIX.search(parameter) or _OUTPUT_SIDE.search(parameter):
+        return True
+    return rule_for(parameter, shape) is not None
+
+
+def unknown_fusion(parameter: str) -> bool:
+    """Whether a block's matrix holds q, k and v in an order that its name does not tell.
+
+    Example:
+        >>> unknown_fusion("gpt_neox.layers.0.attention.query_key_value.weight")
+        True
+    """
+    return in_block(parameter) and bool(_FUSION.search(parameter))
+
+
+def tower(parameter: str) -> str:
+    """``vision``, ``text``, ``decoder`` or ``model``: the tower a parameter belongs to, the same in every library.
+
+    A bare tower (``encoder.layers...`` of transformers 5) counts as vision: text towers alone are never merged.
+    """
+    if re.search(r"(?:^|\.)text_model\.", parameter):
+        return "text"
+    if re.search(r"(?:^|\.)(?:vision_model|visual)\.", parameter):
+        return "vision"
+    if re.search(r"(?:^|\.)(?:encoder\.layer|transformer\.blocks|h)\.", parameter):
+        return "model"
+    if re.search(r"(?:^|\.)decoder\.", parameter):
+        return "decoder"
+    return "vision" if re.search(r"(?:^|\.)(?:encoder|blocks|resblocks)\.", parameter) else "model"
