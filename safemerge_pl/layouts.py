@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.errors import CheckpointError
+from safemerge_pl.families import tower
 from safemerge_pl.layers import MergeLayer, parts_of, vision_only
 from safemerge_pl.lazy import Checkpoint
 
@@ -70,11 +71,11 @@ def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) 
         [[2.0], [3.0]]
     """
     theirs = layer_index(incoming)
-    locals_ = {_local(name) for name in incoming}
     parts = {name: _parts(name, pretrained.shape(name)) for name in vision_only(pretrained)}
     blocks = [name for name in wanted if _BLOCK.search(name) and parts[name]]
-    if not blocks or all(_local(name) in locals_ for name in blocks):
-        return None
+    locals_, towers = {_local(name) for name in incoming}, {tower(name) for name in blocks}
+    if len(towers) < 2 and all(_local(name) in locals_ for name in blocks):
+        return None  # the same layout, under a prefix that is not known; a model of several towers has several
     if any(part.name not in theirs for name in blocks for part in parts[name]):
         return None
     known = {name for name in parts if parts[name] and all(part.name in theirs for part in parts[name])}
@@ -103,9 +104,9 @@ def layer_index(checkpoint: Checkpoint) -> dict[str, MergeLayer]:
         parts = _parts(name, checkpoint.shape(name))
         block = _BLOCK.search(name)
         if parts and block:
-            starts.add(name[: block.start()])
+            starts.add((tower(name), name[: block.start()]))
         index |= {part.name: part for part in parts}
-    return index if len(starts) == 1 else {}
+    return index if len(starts) == len({kind for kind, _ in starts}) else {}
 
 
 class _Relaid(Checkpoint):
@@ -162,7 +163,7 @@ def _parts(name: str, shape: tuple[int, ...]) -> list[MergeLayer]:
         }
         return [
             MergeLayer(
-                "vision." + text.format(**values),
+                f"{tower(name) if block else 'vision'}.{text.format(**values)}",
                 name,
                 (height, *shape[1:]),
                 (part * height, (part + 1) * height) if len(names) > 1 else None,

@@ -288,18 +288,68 @@ def test_gpt_neo_shares_a_name_with_gpt2_but_stores_it_upright() -> None:
     assert (layers["model.0.up"].shape, layers["model.0.up"].transposed) == ((64, 16), False)
 
 
-def test_of_a_vision_language_model_both_sides_are_merged(tmp_path: Path) -> None:
-    """A CLIP's text tower stays out (L3); a language model that a vision tower feeds is what was fine-tuned."""
+def llava() -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**IMAGE), text_config=LlamaConfig(**DECODER), image_token_index=5
     )
     with tiny.seeded():
-        model = LlavaForConditionalGeneration(config)
+        return LlavaForConditionalGeneration(config)
+
+
+def shifted(model: nn.Module) -> nn.Module:
+    """A fine-tune: the model itself, changed."""
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter += 0.01 * tiny.randn(*parameter.shape, seed=index)
+    return model
+
+
+def test_of_a_vision_language_model_both_sides_are_merged(tmp_path: Path) -> None:
+    """A CLIP's text tower stays out (L3); a language model that a vision tower feeds is what was fine-tuned."""
+    model = llava()
     for shapes in (in_memory(model), on_disk(model, tmp_path)):
         towers = {layer.name.partition(".")[0] for layer in select_layers(shapes)}
         assert towers == {"vision", "model"}
+
+
+@pytest.mark.parametrize("build", [llava, FAMILIES["ViT"][0], FAMILIES["DINOv2"][0]], ids=["LLaVA", "ViT", "DINOv2"])
+def test_a_model_in_memory_and_its_file_give_one_merge(build: Callable[[], Any], tmp_path: Path) -> None:
+    """D4: transformers 5 has other names in memory than in files."""
+    base, expert = build(), shifted(build())
+    base.save_pretrained(tmp_path / "base")
+    expert.save_pretrained(tmp_path / "expert")
+    merges = set()
+    for pretrained in (base, tmp_path / "base"):
+        for incoming in (expert, tmp_path / "expert"):
+            merger = ContinualMerger(pretrained, tiny.fast_method())
+            merges.add(merger.fold(incoming, task="a").merged)
+    assert len(merges) == 1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+def test_factors_for_the_language_model_of_a_vision_language_model_find_their_place(tmp_path: Path) -> None:
+    """G: trained on the names in memory, folded into a file."""
+    import peft
+
+    base = llava()
+    base.save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=r".*language_model.*[qv]_proj"))
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(adapted.named_parameters()):
+            if "lora_B" in name:
+                parameter.copy_(0.1 * tiny.randn(*parameter.shape, seed=index))
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "dense")
+    merges = []
+    for incoming in ("adapter", "dense"):
+        merger = ContinualMerger(tmp_path / "base", tiny.fast_method(use_recovery=False))
+        report = merger.fold(tmp_path / incoming, task="a")
+        merges.append(report.merged)
+        changed = {row.layer for row in report.layers if row.task_norm}
+        assert changed == {f"model.{i}.{part}" for i in (0, 1) for part in "qv"}
+    assert merges[0] == merges[1]
 
 
 def test_encoder_and_decoder_are_called_so() -> None:
@@ -323,10 +373,7 @@ def test_what_is_passed_over_is_said_at_the_first_fold_and_only_then() -> None:
 def test_a_merged_folder_loads_with_the_family_s_own_class(family: str, tmp_path: Path) -> None:
     model: Any = FAMILIES[family][0]()
     model.save_pretrained(tmp_path / "base")
-    with torch.no_grad():
-        for index, parameter in enumerate(model.parameters()):
-            parameter += 0.01 * tiny.randn(*parameter.shape, seed=index)
-    model.save_pretrained(tmp_path / "expert")
+    shifted(model).save_pretrained(tmp_path / "expert")
     merger = ContinualMerger(tmp_path / "base", tiny.fast_method())
     merger.fold(tmp_path / "expert", task="a")
     merger.save(tmp_path / "out")
