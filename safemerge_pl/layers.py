@@ -32,7 +32,7 @@ Scope = Literal["selected", "selected_out", "linear", "matrix", "none"]
 """Which matrices are merged: attention and first feed-forward, these and T5's second feed-forward, every linear layer,
 every 2-D tensor, or none."""
 
-_EMBEDDING = re.compile(r"embed|(?:^|\.)(?:shared|wte|wpe|relative_attention_bias)\.")
+_EMBEDDING = re.compile(r"embed|bias_table|(?:^|\.)(?:shared|wte|wpe|relative_attention_bias)\.")
 """2-D tensors that are looked up, not multiplied with."""
 
 _VISION = re.compile(r"(?:^|\.)(?:vision_model|visual)\.")

@@ -1,5 +1,6 @@
 """Fold a module into a merge while it is being trained, task after task. Pure PyTorch."""
 
+import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from safemerge_pl.checkpoints import CheckpointError, Source, fingerprint, match_names, open_checkpoint
+from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.live_lora import adapter_deltas, adapter_names, plain_name
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods.base import MergeMethod
@@ -80,7 +81,7 @@ class LiveMerger(ContinualMerger):
                 "start from fresh adapters with `init_lora_weights=True`."
             )
         if pretrained is not None:
-            tensors |= _from_source(tensors, pretrained)
+            tensors |= _from_source(module, tensors, pretrained)
         super().__init__(tensors, method, layers=layers, device=device)
         if pretrained is None:
             self.pretrained.source = f"the {type(module).__name__} before training"
@@ -235,10 +236,14 @@ def require_choices(restart_from: str = "pretrained", rest: str = "pretrained") 
         raise ValueError(f"`rest` must be 'pretrained' or 'keep', got {rest!r}.")
 
 
-def _from_source(tensors: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
+def _from_source(module: nn.Module, tensors: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
     """Every floating-point tensor from a checkpoint, in the dtype that the module has it in."""
-    checkpoint = open_checkpoint(source)
-    names = match_names([name for name, tensor in tensors.items() if tensor.is_floating_point()], checkpoint)
+    checkpoint, wanted = open_checkpoint(source), [name for name, each in tensors.items() if each.is_floating_point()]
+    try:
+        names = match_names(wanted, checkpoint)
+    except CheckpointError:
+        checkpoint = _as_in_memory(module, checkpoint)
+        names = match_names(wanted, checkpoint)
     for name, theirs in names.items():
         if checkpoint.shape(theirs) != tuple(tensors[name].shape):
             raise CheckpointError(
@@ -246,6 +251,23 @@ def _from_source(tensors: Mapping[str, Tensor], source: Source) -> dict[str, Ten
                 f"{tuple(tensors[name].shape)}: is it the model that this module was made from?"
             )
     return {name: checkpoint[theirs].to(tensors[name].dtype) for name, theirs in names.items()}
+
+
+def _as_in_memory(module: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
+    """A folder read by the module's own class: transformers gives some models other names in memory than in files."""
+    transformers = sys.modules.get("transformers")  # never imported: a module of its classes has done so
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel) or checkpoint.folder is None:
+        return checkpoint
+    try:
+        options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+        loaded, found = type(module).from_pretrained(checkpoint.folder, **options)
+    except (OSError, ValueError, RuntimeError):
+        return checkpoint
+    if found["missing_keys"] or found["mismatched_keys"]:  # they would be random
+        return checkpoint
+    opened = open_checkpoint(loaded.state_dict())
+    opened.source = checkpoint.source
+    return opened
 
 
 def _has_statistics(part: nn.Module) -> bool:

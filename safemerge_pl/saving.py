@@ -12,6 +12,9 @@ from torch import Tensor
 
 from safemerge_pl import folders
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, match_names, open_checkpoint
+from safemerge_pl.layers import parts_of, vision_only
+from safemerge_pl.layouts import relaid
+from safemerge_pl.lazy import View
 from safemerge_pl.ledger import LEDGER_FILE, continued, read_ledger
 from safemerge_pl.model_card import model_card
 from safemerge_pl.preflight import require_values
@@ -41,10 +44,10 @@ def save_merge(
     """See :meth:`ContinualMerger.save <safemerge_pl.merger.ContinualMerger.save>`."""
     base = merger.pretrained if template is None else open_checkpoint(template)
     require_output(merger, folder, template=base, dtype=dtype, max_shard_size=max_shard_size)
-    parameters, replaced = merger.merged_parameters(), _replaced(merger, base)
+    parameters, (replaced, merged) = merger.merged_parameters(), _replaced(merger, base)
 
     def read(name: str) -> Tensor:
-        tensor = parameters[replaced[name]] if name in replaced else base[name]
+        tensor = merged[replaced[name]] if name in replaced else base[name]
         require_values(tensor, name, base.source)
         return tensor
 
@@ -134,14 +137,46 @@ def _masters(merger: "ContinualMerger") -> dict[str, TensorSpec]:
     return {name: TensorSpec(merger.pretrained.shape(name), torch.float32) for name in merger._parameters()}
 
 
-def _replaced(merger: "ContinualMerger", base: Checkpoint) -> dict[str, str]:
-    """Names in the output, all names of tied tensors among them -> parameters of the merge."""
-    found = {theirs: name for name, theirs in match_names(merger._parameters(), base).items()}
+class _Merged(View):
+    """All tensors of the merged model, by the pretrained model's names."""
+
+    def __init__(self, merger: "ContinualMerger") -> None:
+        super().__init__(merger.pretrained)
+        self._parameters = merger.merged_parameters()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parameters[name] if name in self._parameters else self._under[name]
+
+
+def _replaced(merger: "ContinualMerger", base: Checkpoint) -> tuple[dict[str, str], Checkpoint]:
+    """Names in the output, all names of tied tensors among them -> names in a checkpoint with the merged weights."""
+    merged: Checkpoint = _Merged(merger)
+    try:
+        found = {theirs: name for name, theirs in match_names(merger._parameters(), base).items()}
+    except CheckpointError as error:
+        found, merged = _in_layout_of(base, merger, merged, error)
     for alias, first in tied_names(base).items():
         name = found.get(first) or found.get(alias)
         if name is not None:
             found |= {alias: name, first: name}
-    return found
+    return found, merged
+
+
+def _in_layout_of(
+    base: Checkpoint, merger: "ContinualMerger", merged: Checkpoint, reason: CheckpointError
+) -> tuple[dict[str, str], Checkpoint]:
+    """The same for a template in another layout, such as a transformers file for a model that was in memory.
+
+    Raises:
+        CheckpointError: the reason why the names do not match, if the template has no such layout.
+    """
+    units = {unit.name for unit in merger._units()}
+    parts = {name: {part.name for part in parts_of(name, base.shape(name))} & units for name in vision_only(base)}
+    wanted = [name for name, found in parts.items() if found]
+    other = relaid(base, wanted, merged) if units == set().union(*parts.values()) else None
+    if other is None or any(other.shape(name) != base.shape(name) for name in wanted):
+        raise reason
+    return {name: name for name in wanted}, other
 
 
 def _require_unchanged(merger: "ContinualMerger", folder: Path) -> None:

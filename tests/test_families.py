@@ -11,8 +11,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.families import in_block, known
 from safemerge_pl.layers import passed_over, select_layers
+from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
 
 Shapes = dict[str, tuple[int, ...]]
@@ -328,6 +330,42 @@ def test_a_model_in_memory_and_its_file_give_one_merge(build: Callable[[], Any],
     assert len(merges) == 1
 
 
+@pytest.mark.parametrize("build", [llava, FAMILIES["ViT"][0]], ids=["LLaVA", "ViT"])
+def test_a_model_merged_in_memory_is_written_in_the_layout_of_a_template(
+    build: Callable[[], Any], tmp_path: Path
+) -> None:
+    base = build()
+    base.save_pretrained(tmp_path / "base")
+    merger = ContinualMerger(base, tiny.fast_method())
+    merger.fold(shifted(build()), task="a")
+    merger.save(tmp_path / "out", template=tmp_path / "base")
+    folders = [open_checkpoint(tmp_path / name) for name in ("base", "out")]
+    assert folders[0].shapes() == folders[1].shapes()
+    loaded = type(base).from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in merger.merged.items() if name in loaded)
+    with pytest.raises(CheckpointError, match="lacks"):
+        merger.save(tmp_path / "other", template={"layers.0.attention.q_proj.weight": torch.zeros(16, 16)})
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("build", [llava, FAMILIES["ViT"][0]], ids=["LLaVA", "ViT"])
+def test_a_module_is_given_its_pretrained_weights_from_a_file_with_other_names(
+    build: Callable[[], Any], tmp_path: Path
+) -> None:
+    base = build()
+    base.save_pretrained(tmp_path / "base")
+    trained = shifted(build())
+    merger = LiveMerger(trained, tiny.fast_method(), pretrained=tmp_path / "base")
+    merger.restart()
+    assert all(torch.equal(tensor, base.state_dict()[name]) for name, tensor in trained.state_dict().items())
+
+
+def test_a_file_without_a_part_of_the_module_is_refused_not_filled_at_random(tmp_path: Path) -> None:
+    FAMILIES["ViT"][0]().vit.save_pretrained(tmp_path / "base")  # type: ignore[union-attr,operator]
+    with pytest.raises(CheckpointError, match="lacks"):
+        LiveMerger(FAMILIES["ViT"][0](), tiny.fast_method(), pretrained=tmp_path / "base")
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 def test_factors_for_the_language_model_of_a_vision_language_model_find_their_place(tmp_path: Path) -> None:
     """G: trained on the names in memory, folded into a file."""
@@ -350,6 +388,13 @@ def test_factors_for_the_language_model_of_a_vision_language_model_find_their_pl
         changed = {row.layer for row in report.layers if row.task_norm}
         assert changed == {f"model.{i}.{part}" for i in (0, 1) for part in "qv"}
     assert merges[0] == merges[1]
+
+
+def test_a_table_of_position_biases_is_no_linear_layer() -> None:
+    """L4: Swin's are looked up."""
+    shapes = in_memory(FAMILIES["Swin"][0]())
+    assert any("bias_table" in name for name in shapes)
+    assert not any("bias_table" in layer.parameter for layer in select_layers(shapes, scope="linear"))
 
 
 def test_encoder_and_decoder_are_called_so() -> None:
