@@ -37,7 +37,7 @@ _EMBEDDING = re.compile(r"embed|bias_table|(?:^|\.)(?:shared|wte|wpe|relative_at
 
 _VISION = re.compile(r"(?:^|\.)(?:vision_model|visual)\.")
 
-_TEXT_TOWER = re.compile(r"(?:^|\.)(?:text|text_model)\.|(?:^|\.)transformer\.resblocks\.")
+_TEXT_TOWER = re.compile(r"(?:^|\.)(?:text|text_model|resblocks)\.")
 """The text side of a contrastive model, in transformers and open_clip."""
 
 MAX_STACK_ENTRIES = 2**25

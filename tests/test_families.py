@@ -13,7 +13,7 @@ from torch import nn
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.families import in_block, known
-from safemerge_pl.layers import passed_over, select_layers
+from safemerge_pl.layers import passed_over, select_layers, vision_only
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
 
@@ -314,6 +314,23 @@ def test_of_a_vision_language_model_both_sides_are_merged(tmp_path: Path) -> Non
     for shapes in (in_memory(model), on_disk(model, tmp_path)):
         towers = {layer.name.partition(".")[0] for layer in select_layers(shapes)}
         assert towers == {"vision", "model"}
+
+
+@pytest.mark.parametrize(
+    ("names", "towers"),
+    [
+        (["visual.transformer.resblocks", "transformer.resblocks"], 1),  # open_clip
+        (["visual.transformer.resblocks", "text.transformer.resblocks", "text_decoder.resblocks"], 1),  # CoCa
+        (["visual.trunk.blocks", "text.transformer.encoder.layer"], 1),  # open_clip with towers of other libraries
+        (["vision_model.encoder.layers", "text_model.encoder.layers"], 1),  # CLIP, SigLIP
+        (["vision_model.encoder.layers", "text_decoder.bert.encoder.layer"], 2),  # BLIP
+        (["vision_model.encoder.layers", "qformer.encoder.layer", "language_model.model.decoder.layers"], 3),  # BLIP-2
+        (["visual.blocks", "model.layers"], 2),  # Qwen2-VL
+    ],
+)
+def test_a_text_tower_stays_out_and_a_language_model_does_not(names: list[str], towers: int) -> None:
+    """L3."""
+    assert len(vision_only([f"{name}.0.mlp.fc1.weight" for name in names])) == towers
 
 
 @pytest.mark.parametrize("build", [llava, FAMILIES["ViT"][0], FAMILIES["DINOv2"][0]], ids=["LLaVA", "ViT", "DINOv2"])
