@@ -3,6 +3,7 @@
 A pattern has the groups that its canonical names are made of: ``i``, the block; ``k``, the part; ``e``, the expert.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,11 +113,16 @@ def rule_for(parameter: str, shape: Sequence[int] | None = None) -> tuple[Rule, 
         >>> [rule_for("h.0.mlp.c_fc.weight", shape)[0].transposed for shape in ((8, 32), (32, 8))]
         [True, False]
     """
-    for rule in _RULES:
-        match = rule.pattern.search(parameter)
-        if match and (shape is None or (len(shape) == 2 and _fits(rule, parameter, shape))):
-            return rule, match.groupdict()
+    for rule, groups in _rules_by_name(parameter):
+        if shape is None or (len(shape) == 2 and _fits(rule, parameter, shape)):
+            return rule, groups
     return None
+
+
+@functools.lru_cache(2**16)  # a large mixture of experts has tens of thousands of names, each looked up several times
+def _rules_by_name(parameter: str) -> list[tuple[Rule, dict[str, str]]]:
+    found = ((rule, rule.pattern.search(parameter)) for rule in _RULES)
+    return [(rule, match.groupdict()) for rule, match in found if match]
 
 
 def _fits(rule: Rule, parameter: str, shape: Sequence[int]) -> bool:
