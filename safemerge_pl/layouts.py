@@ -74,12 +74,15 @@ def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) 
     parts = {name: _parts(name, pretrained.shape(name)) for name in vision_only(pretrained)}
     blocks = [name for name in wanted if _BLOCK.search(name) and parts[name]]
     locals_, towers = {_local(name) for name in incoming}, {tower(name) for name in blocks}
-    if len(towers) < 2 and all(_local(name) in locals_ for name in blocks):
-        return None  # the same layout, under a prefix that is not known; a model of several towers has several
+    same = all(_local(name) in locals_ for name in blocks)
+    if same and len(towers) < 2:  # a prefix that is not known; several towers may each have one
+        return None
     if any(part.name not in theirs for name in blocks for part in parts[name]):
         return None
     known = {name for name in parts if parts[name] and all(part.name in theirs for part in parts[name])}
     unknown = [name for name in wanted if name not in known]
+    if unknown and same:
+        return None
     if unknown:
         raise CheckpointError(
             f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "

@@ -14,7 +14,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "rename": (os, "rename"),
     "fsync": (os, "fsync"),
     "copyfile": (shutil, "copyfile"),
-    "mkdir": (os, "mkdir"),
+    "mkdir": (Path, "mkdir"),
     "write_text": (Path, "write_text"),
     "open": (os, "open"),
     "write": (Path, "open"),

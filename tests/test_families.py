@@ -17,6 +17,8 @@ from safemerge_pl.layers import passed_over, select_layers, vision_only
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # DeBERTa before transformers 5.24
+
 Shapes = dict[str, tuple[int, ...]]
 
 TEXT = {
@@ -241,7 +243,7 @@ def test_every_matrix_of_a_block_is_merged_or_left_on_purpose(family: str, tmp_p
     assert len({layer.name for layer in layers}) == len(layers)
     others = matrices_in_blocks(shapes) - {layer.parameter for layer in layers}
     places = {re.sub(r"^.*(?:layers?|blocks?|h)\.\d+\.|\.weight$", "", name) for name in others}
-    assert {place for place in places if not place.endswith("bias_table")} <= left
+    assert {place for place in places if "relative_position" not in place} <= left
     assert others, "the output side of the feed-forward stays pretrained"
     assert passed_over(layers, shapes) == []
 
