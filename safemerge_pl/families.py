@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 __all__ = ["Rule", "heights", "in_block", "known", "rule_for", "tower", "unknown_fusion"]
 
-_BLOCK = r"(?:layers|layer|blocks|resblocks|block|h)\.(?P<i>\d+)\."
+_BLOCK = r"(?:layers|layer|blocks|resblocks|block|h)\.(?P<i>\d+(?:\.blocks\.\d+)?)\."  # Swin has blocks in layers
 _ATTENTION = r"(?:self_attn|self_attention|attn|attention)\.(?:(?:self|attention)\.)?"
 _CROSS = r"(?:encoder_attn|cross_attn|crossattention|multihead_attn)\.(?:self\.)?"
 _FEED = r"(?:mlp|ffn|feed_forward)\."
@@ -91,10 +91,11 @@ _IN_BLOCK = re.compile(r"(?:^|\.)" + _BLOCK)
 
 _FUSION = re.compile(r"(?:qkv(?:_proj)?|query_key_value|[Ww]qkv|c_attn)\.weight$")
 
-_OUTPUT_SIDE = re.compile(
-    r"(?:fc2|linear2|linear_fc2|lin2|fc_out|down_proj|c_proj|w2|mlp\.w3|wo|Wo|weights_out|output\.dense|output_dense|dense_4h_to_h)"
-    r"\.weight$"
+_LEFT = re.compile(
+    r"(?:fc2|linear2|linear_fc2|lin2|fc_out|down_proj|c_proj|w2|mlp\.w3|wo|Wo|weights_out|output\.dense|output_dense"
+    r"|dense_4h_to_h|downsample\.reduction)\.weight$"
 )
+"""Left pretrained on purpose: the output side of the feed-forward, and what joins two stages."""
 
 _NO_MATRIX = re.compile(r"norm|embed|bias|conv|router|(?:^|[._])gate\.weight$")
 """2-D tensors of a block that choose, look up or normalise."""
@@ -163,7 +164,7 @@ def known(parameter: str, shape: Sequence[int]) -> bool:
         >>> known("h.0.mlp.fc_out.weight", (8, 32)), known("layers.0.mixer.in_proj.weight", (64, 8))
         (True, False)
     """
-    if len(shape) < 2 or min(shape) == 1 or _NO_MATRIX.search(parameter) or _OUTPUT_SIDE.search(parameter):
+    if len(shape) < 2 or min(shape) == 1 or _NO_MATRIX.search(parameter) or _LEFT.search(parameter):
         return True
     return rule_for(parameter, shape) is not None
 

@@ -1,6 +1,7 @@
 """One model in the layout of another library: tensors cut, joined and turned by their canonical names."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -94,22 +95,25 @@ def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) 
 
 
 def layer_index(checkpoint: Checkpoint) -> dict[str, MergeLayer]:
-    """Where a model keeps each canonical piece; empty if it holds several towers of one kind.
+    """Where a model keeps each canonical piece that it has once; empty if it holds several towers of one kind.
 
     Example:
         >>> from safemerge_pl.lazy import Memory
         >>> list(layer_index(Memory({"resblocks.1.attn.in_proj_bias": torch.ones(6)}, "a file")))
         ['vision.1.q.bias', 'vision.1.k.bias', 'vision.1.v.bias']
     """
-    index: dict[str, MergeLayer] = {}
+    found: dict[str, list[MergeLayer]] = defaultdict(list)
     starts = set()
     for name in vision_only(checkpoint):
         parts = _parts(name, checkpoint.shape(name))
         block = _BLOCK.search(name)
         if parts and block:
             starts.add((tower(name), name[: block.start()]))
-        index |= {part.name: part for part in parts}
-    return index if len(starts) == len({kind for kind, _ in starts}) else {}
+        for part in parts:
+            found[part.name].append(part)
+    if len(starts) > len({kind for kind, _ in starts}):
+        return {}
+    return {name: pieces[0] for name, pieces in found.items() if len(pieces) == 1}
 
 
 class _Relaid(Checkpoint):

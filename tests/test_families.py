@@ -187,9 +187,9 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], set[str], set[str]]] = {
         {"mlp.gate", "mlp.down_proj", "mlp.shared_experts.down_proj"} | {f"mlp.experts.{e}.down_proj" for e in (0, 1)},
     ),
     "Swin": (
-        hf("SwinModel", image_size=16, patch_size=4, embed_dim=8, depths=[2], num_heads=[2], window_size=2),
+        hf("SwinModel", image_size=16, patch_size=4, embed_dim=8, depths=[1, 2], num_heads=[2, 2], window_size=2),
         PLAIN,
-        {"output.dense"},
+        {"output.dense", "downsample.reduction"},
     ),
     "torch": (
         lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 24), 2),
@@ -230,7 +230,7 @@ def matrices_in_blocks(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
 
 def parts(shapes: Shapes) -> set[str]:
     """Canonical names without tower and block."""
-    return {re.sub(r"^\w+\.\d+\.", "", layer.name) for layer in select_layers(shapes)}
+    return {re.sub(r"^\w+\.\d+\.(?:blocks\.\d+\.)?", "", layer.name) for layer in select_layers(shapes)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -335,7 +335,11 @@ def test_a_text_tower_stays_out_and_a_language_model_does_not(names: list[str], 
     assert len(vision_only([f"{name}.0.mlp.fc1.weight" for name in names])) == towers
 
 
-@pytest.mark.parametrize("build", [llava, FAMILIES["ViT"][0], FAMILIES["DINOv2"][0]], ids=["LLaVA", "ViT", "DINOv2"])
+@pytest.mark.parametrize(
+    "build",
+    [llava, *(FAMILIES[name][0] for name in ("ViT", "DINOv2", "Swin"))],
+    ids=["LLaVA", "ViT", "DINOv2", "Swin"],
+)
 def test_a_model_in_memory_and_its_file_give_one_merge(build: Callable[[], Any], tmp_path: Path) -> None:
     """D4: transformers 5 has other names in memory than in files."""
     base, expert = build(), shifted(build())
