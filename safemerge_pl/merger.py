@@ -211,7 +211,8 @@ class ContinualMerger:
         Args:
             folder: new, empty, or holding an earlier merge, which is replaced in one step.
             template: checkpoint whose tensors and files complete the folder; the pretrained model if left out. Its
-                names may have other prefixes than those of ``pretrained``.
+                names may have other prefixes than those of ``pretrained``, or be those of the library's files for a
+                model that was given in memory.
             dtype: dtype of the written weights. Masters in float32 are always kept beside, so that small updates
                 survive a long stream.
             max_shard_size: weights above this size are written in shards, with an index.
