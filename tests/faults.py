@@ -2,9 +2,10 @@
 
 import errno
 import os
+import pathlib
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "rename": (os, "rename"),
     "fsync": (os, "fsync"),
     "copyfile": (shutil, "copyfile"),
-    "mkdir": (Path, "mkdir"),
+    "mkdir": (os, "mkdir"),
     "write_text": (Path, "write_text"),
     "open": (os, "open"),
     "write": (Path, "open"),
@@ -67,5 +68,9 @@ def failing(kind: str, at: int | None = None, error: BaseException = FULL) -> It
     """Inside, the ``at``-th call of a kind fails; with ``None`` calls are only counted."""
     fault = Fault(kind, at, error)
     place, name = CALLS[kind]
-    with mock.patch.object(place, name, fault.wrap(getattr(place, name))):
+    real = getattr(place, name)
+    accessor = getattr(pathlib, "_normal_accessor", None)  # Python 3.10 has its own references to functions of `os`
+    with ExitStack() as patches:
+        for where in (place, accessor) if getattr(accessor, name, None) is real else (place,):
+            patches.enter_context(mock.patch.object(where, name, fault.wrap(real)))
         yield fault
