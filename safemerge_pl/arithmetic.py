@@ -10,7 +10,16 @@ __all__ = ["exact_arithmetic"]
 
 @contextmanager
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Full float32 whatever surrounds the call: no autocast, no TF32, no inference mode, no graph."""
+    """Full float32 whatever surrounds the call: no autocast, no TF32, no inference mode, no graph.
+
+    Args:
+        device: where the arithmetic runs.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16), exact_arithmetic(torch.device("cpu")):
+        ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+        torch.float32
+    """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -52,7 +52,7 @@ def check_stream(
         layers, others = what_is_merged(base, merge.method, merge.layers)
     except ValueError as error:
         return facts, [*problems, f"pretrained model: {error}"]
-    facts += [] if merge.layers else [f"pretrained model: {note}" for note in left_out(base, layers, others)]
+    facts += [f"pretrained model: {note}" for note in left_out(base, layers, others, merge.layers)]
     units = [*layers, *others]
     parameters = list(dict.fromkeys(unit.parameter for unit in units))
     try:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Rule", "heights", "in_block", "known", "rule_for", "tower", "unknown_fusion"]
+__all__ = ["Rule", "block_of", "heights", "in_vision", "known", "rule_for", "tower", "unknown_fusion"]
 
 _BLOCK = r"(?:layers|layer|blocks|resblocks|block|h)\.(?P<i>\d+(?:\.blocks\.\d+)?)\."  # Swin has blocks in layers
 _ATTENTION = r"(?:self_attn|self_attention|attn|attention)\.(?:(?:self|attention)\.)?"
@@ -89,6 +89,8 @@ _RULES = (
 
 _IN_BLOCK = re.compile(r"(?:^|\.)" + _BLOCK)
 
+_VISION = re.compile(r"(?:^|\.)(?:vision_model|visual)\.")
+
 _FUSION = re.compile(r"(?:qkv(?:_proj)?|query_key_value|[Ww]qkv|c_attn)\.weight$")
 
 _LEFT = re.compile(
@@ -152,9 +154,14 @@ def heights(rule: Rule, parameter: str, rows: int, columns: int) -> list[int]:
     return [first, *[height] * rest] if rule.square else [height] * count
 
 
-def in_block(parameter: str) -> bool:
-    """Whether a parameter belongs to one of a stack of blocks."""
-    return bool(_IN_BLOCK.search(parameter))
+def block_of(parameter: str) -> re.Match[str] | None:
+    """Where a name says which of a stack of blocks it belongs to (group ``i``); ``None`` outside of blocks.
+
+    Example:
+        >>> block_of("visual.transformer.resblocks.3.ln_1.bias")["i"], block_of("visual.ln_pre.bias")
+        ('3', None)
+    """
+    return _IN_BLOCK.search(parameter)
 
 
 def known(parameter: str, shape: Sequence[int]) -> bool:
@@ -176,17 +183,31 @@ def unknown_fusion(parameter: str) -> bool:
         >>> unknown_fusion("gpt_neox.layers.0.attention.query_key_value.weight")
         True
     """
-    return in_block(parameter) and bool(_FUSION.search(parameter))
+    return bool(block_of(parameter) and _FUSION.search(parameter))
+
+
+def in_vision(parameter: str) -> bool:
+    """Whether a name itself says that it belongs to a vision tower.
+
+    Example:
+        >>> in_vision("clip.vision_model.embeddings.class_embedding"), in_vision("encoder.layers.0.mlp.fc1.weight")
+        (True, False)
+    """
+    return bool(_VISION.search(parameter))
 
 
 def tower(parameter: str) -> str:
     """``vision``, ``text``, ``decoder`` or ``model``: the tower a parameter belongs to, the same in every library.
 
     A bare tower (``encoder.layers...`` of transformers 5) counts as vision: text towers alone are never merged.
+
+    Example:
+        >>> tower("encoder.layers.0.mlp.fc1.weight"), tower("model.decoder.layers.0.fc1.weight"), tower("h.0.ln_1.bias")
+        ('vision', 'decoder', 'model')
     """
     if re.search(r"(?:^|\.)text_model\.", parameter):
         return "text"
-    if re.search(r"(?:^|\.)(?:vision_model|visual)\.", parameter):
+    if in_vision(parameter):
         return "vision"
     if re.search(r"(?:^|\.)(?:encoder\.layer|transformer\.blocks|h)\.", parameter):
         return "model"

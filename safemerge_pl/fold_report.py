@@ -106,7 +106,13 @@ def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
 
 
 def whole_row(parts: list[tuple[float, LayerReport]]) -> LayerReport:
-    """The row of a layer that was folded in parts, each with its share of the entries."""
+    """The row of a layer that was folded in parts, each with its share of the entries.
+
+    Example:
+        >>> half = LayerReport("x", 0.5, None, None, task_norm=3.0, update_norm=0.0)
+        >>> whole_row([(0.5, half), (0.5, LayerReport("x", 1.0, None, None, task_norm=4.0, update_norm=2.0))])
+        LayerReport(layer='x', kept_fraction=0.75, loss_first=None, loss_last=None, task_norm=5.0, update_norm=2.0)
+    """
     rows = [row for _, row in parts]
     return LayerReport(
         layer=rows[0].layer,

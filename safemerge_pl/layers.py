@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from safemerge_pl.families import heights, in_block, known, rule_for, tower, unknown_fusion
+from safemerge_pl.families import block_of, heights, in_vision, known, rule_for, tower, unknown_fusion
 
 __all__ = [
     "MergeLayer",
@@ -34,8 +34,6 @@ every 2-D tensor, or none."""
 
 _EMBEDDING = re.compile(r"embed|bias_table|(?:^|\.)(?:shared|wte|wpe|relative_attention_bias)\.")
 """2-D tensors that are looked up, not multiplied with."""
-
-_VISION = re.compile(r"(?:^|\.)(?:vision_model|visual)\.")
 
 _TEXT_TOWER = re.compile(r"(?:^|\.)(?:text|text_model|resblocks)\.")
 """The text side of a contrastive model, in transformers and open_clip."""
@@ -170,8 +168,8 @@ def vision_only(names: Iterable[str]) -> list[str]:
         2
     """
     names = list(names)
-    vision = [name for name in names if _VISION.search(name)]
-    speaks = any(in_block(name) and not _VISION.search(name) and not _TEXT_TOWER.search(name) for name in names)
+    vision = [name for name in names if in_vision(name)]
+    speaks = any(block_of(name) and not in_vision(name) and not _TEXT_TOWER.search(name) for name in names)
     return names if speaks else vision or names
 
 
@@ -184,7 +182,7 @@ def passed_over(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]
     """
     taken = {layer.parameter for layer in layers}
     return [
-        name for name in vision_only(shapes) if name not in taken and in_block(name) and not known(name, shapes[name])
+        name for name in vision_only(shapes) if name not in taken and block_of(name) and not known(name, shapes[name])
     ]
 
 

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.errors import CheckpointError
-from safemerge_pl.families import tower
+from safemerge_pl.families import block_of, tower
 from safemerge_pl.layers import MergeLayer, parts_of, vision_only
 from safemerge_pl.lazy import Checkpoint
 
-__all__ = ["layer_index", "relaid"]
-
-_BLOCK = re.compile(r"(?:^|\.)(?:layers|layer|resblocks|blocks|block|h)\.(\d+)\.")
+__all__ = ["layer_index", "pieces_of", "relaid"]
 
 _REST = [
     (re.compile(r"(?:^|\.)(?:" + pattern + r")$"), names)
@@ -72,8 +70,8 @@ def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) 
         [[2.0], [3.0]]
     """
     theirs = layer_index(incoming)
-    parts = {name: _parts(name, pretrained.shape(name)) for name in vision_only(pretrained)}
-    blocks = [name for name in wanted if _BLOCK.search(name) and parts[name]]
+    parts = {name: pieces_of(name, pretrained.shape(name)) for name in vision_only(pretrained)}
+    blocks = [name for name in wanted if block_of(name) and parts[name]]
     locals_, towers = {_local(name) for name in incoming}, {tower(name) for name in blocks}
     same = all(_local(name) in locals_ for name in blocks)
     if same and len(towers) < 2:  # a prefix that is not known; several towers may each have one
@@ -105,8 +103,8 @@ def layer_index(checkpoint: Checkpoint) -> dict[str, MergeLayer]:
     found: dict[str, list[MergeLayer]] = defaultdict(list)
     starts = set()
     for name in vision_only(checkpoint):
-        parts = _parts(name, checkpoint.shape(name))
-        block = _BLOCK.search(name)
+        parts = pieces_of(name, checkpoint.shape(name))
+        block = block_of(name)
         if parts and block:
             starts.add((tower(name), name[: block.start()]))
         for part in parts:
@@ -151,8 +149,17 @@ class _Relaid(Checkpoint):
         return self._incoming.dtype(self._pieces[name][0][1].parameter)
 
 
-def _parts(name: str, shape: tuple[int, ...]) -> list[MergeLayer]:
-    """The pieces of one tensor under their canonical names; none if it is not known."""
+def pieces_of(name: str, shape: tuple[int, ...]) -> list[MergeLayer]:
+    """The pieces of one tensor under their canonical names; none if it is not known.
+
+    Args:
+        name: the tensor's.
+        shape: as stored.
+
+    Example:
+        >>> [(piece.name, piece.rows) for piece in pieces_of("visual.transformer.resblocks.0.attn.in_proj_bias", (6,))]
+        [('vision.0.q.bias', (0, 2)), ('vision.0.k.bias', (2, 4)), ('vision.0.v.bias', (4, 6))]
+    """
     try:
         found = parts_of(name, shape)
     except ValueError:  # a fused matrix that has no equal parts
@@ -162,7 +169,7 @@ def _parts(name: str, shape: tuple[int, ...]) -> list[MergeLayer]:
         if match is None:
             continue
         height = shape[0] // len(names) if shape else 0
-        block = _BLOCK.search(name)
+        block = block_of(name)
         values = {
             "block": block[1] if block else "",
             "end": name.rpartition(".")[2],
@@ -182,7 +189,7 @@ def _parts(name: str, shape: tuple[int, ...]) -> list[MergeLayer]:
 
 def _local(name: str) -> str:
     """A name from its block on, or its last part."""
-    block = _BLOCK.search(name)
+    block = block_of(name)
     return name[block.start() :].lstrip(".") if block else name
 
 

@@ -78,7 +78,7 @@ class ContinualMerger:
         self.pretrained = _snapshot(pretrained)
         self._aliases = tied_names(self.pretrained)
         self.layers, self.others = what_is_merged(self.pretrained, self.method, layers)
-        self._left_out = [] if layers else left_out(self.pretrained, self.layers, self.others)
+        self._left_out = left_out(self.pretrained, self.layers, self.others, layers)
         self.device = torch.device(device)
         self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
         self.progress: Callable[[str, int, int], None] | None = None  # told task, weights merged and weights in all

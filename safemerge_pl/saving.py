@@ -12,8 +12,8 @@ from torch import Tensor
 
 from safemerge_pl import folders
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, match_names, open_checkpoint
-from safemerge_pl.layers import parts_of, vision_only
-from safemerge_pl.layouts import relaid
+from safemerge_pl.layers import vision_only
+from safemerge_pl.layouts import pieces_of, relaid
 from safemerge_pl.lazy import View
 from safemerge_pl.ledger import LEDGER_FILE, continued, read_ledger
 from safemerge_pl.model_card import model_card
@@ -171,7 +171,7 @@ def _in_layout_of(
         CheckpointError: the reason why the names do not match, if the template has no such layout.
     """
     units = {unit.name for unit in merger._units()}
-    parts = {name: {part.name for part in parts_of(name, base.shape(name))} & units for name in vision_only(base)}
+    parts = {name: {part.name for part in pieces_of(name, base.shape(name))} & units for name in vision_only(base)}
     wanted = [name for name, found in parts.items() if found]
     other = relaid(base, wanted, merged) if units == set().union(*parts.values()) else None
     if other is None or any(other.shape(name) != base.shape(name) for name in wanted):

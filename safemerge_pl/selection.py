@@ -48,13 +48,19 @@ def what_is_merged(
     ]
 
 
-def left_out(checkpoint: Checkpoint, layers: Sequence[MergeLayer], others: Sequence[MergeLayer]) -> list[str]:
+def left_out(
+    checkpoint: Checkpoint,
+    layers: Sequence[MergeLayer],
+    others: Sequence[MergeLayer],
+    patterns: Sequence[str] | None = None,
+) -> list[str]:
     """A sentence on matrices that the built-in choice passes over since it does not know them.
 
     Args:
         checkpoint: the pretrained model.
         layers: what :func:`what_is_merged` found.
         others: likewise.
+        patterns: as there; what the user chose by name needs no sentence.
 
     Example:
         >>> import torch
@@ -64,7 +70,7 @@ def left_out(checkpoint: Checkpoint, layers: Sequence[MergeLayer], others: Seque
         >>> left_out(model, select_layers(model.shapes()), [])[0].partition(";")[0]
         'of no known kind and left pretrained: 1 of the matrices in its blocks, first `layers.0.mixer.in_proj.weight`'
     """
-    unknown = [] if others else passed_over(layers, _mergeable(checkpoint, tied_names(checkpoint)))
+    unknown = [] if others or patterns else passed_over(layers, _mergeable(checkpoint, tied_names(checkpoint)))
     return unknown and [
         f"of no known kind and left pretrained: {len(unknown)} of the matrices in its blocks, first `{unknown[0]}`; if "
         "they matter, name the matrices to merge with `layers`"

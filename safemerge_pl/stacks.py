@@ -62,6 +62,14 @@ def fold_rows(
         index: position of the incoming task in the stream, from 1.
         tensors: pretrained, merged so far and incoming, of one shape, as they are stored.
         device: where the arithmetic runs; the result is on the CPU.
+
+    Example:
+        >>> from safemerge_pl.methods import TaskArithmetic
+        >>> base, incoming = torch.zeros(4, 2), torch.ones(4, 2)
+        >>> method = TaskArithmetic(scaling=0.5)
+        >>> result, rows = fold_rows(method.fold_rest, "x", 1, [base, base, incoming], torch.device("cpu"))
+        >>> result.merged[0, 0].tolist(), rows[0].layer
+        ([0.5, 0.5], 'x')
     """
     merged = torch.empty(tensors[0].shape, dtype=torch.float32)
     rows = max(1, LARGE_ENTRIES * len(merged) // merged.numel())

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
-from safemerge_pl.families import in_block, known
+from safemerge_pl.families import block_of, known
 from safemerge_pl.layers import passed_over, select_layers, vision_only
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
@@ -21,23 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # DeBERTa 
 
 Shapes = dict[str, tuple[int, ...]]
 
-TEXT = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 32,
-    "max_position_embeddings": 16,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = SIZES | {"vocab_size": 32, "max_position_embeddings": 16}
 DECODER = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-IMAGE = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-}
+IMAGE = SIZES | {"image_size": 16, "patch_size": 8}
 SEQUENCE = {
     "d_model": 16,
     "encoder_layers": 1,
@@ -101,8 +88,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], set[str], set[str]]] = {
     "wav2vec 2.0": (
         hf(
             "Wav2Vec2Model",
-            **{key: TEXT[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")},
-            num_attention_heads=4,
+            **SIZES,
             conv_dim=(8, 8),
             conv_kernel=(3, 3),
             conv_stride=(2, 2),
@@ -225,7 +211,7 @@ def in_memory(model: nn.Module) -> Shapes:
 
 
 def matrices_in_blocks(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    return {name for name, shape in shapes.items() if in_block(name) and len(shape) == 2 and min(shape) > 1}
+    return {name for name, shape in shapes.items() if block_of(name) and len(shape) == 2 and min(shape) > 1}
 
 
 def parts(shapes: Shapes) -> set[str]:
@@ -304,9 +290,7 @@ def llava() -> Any:
 
 def shifted(model: nn.Module) -> nn.Module:
     """A fine-tune: the model itself, changed."""
-    with torch.no_grad():
-        for index, parameter in enumerate(model.parameters()):
-            parameter += 0.01 * tiny.randn(*parameter.shape, seed=index)
+    model.load_state_dict(tiny.tuned(model.state_dict(), 1))
     return model
 
 
@@ -428,7 +412,7 @@ def test_encoder_and_decoder_are_called_so() -> None:
 def test_what_is_passed_over_is_said_at_the_first_fold_and_only_then() -> None:
     """L7: packed experts of a model in memory."""
     model = FAMILIES["Mixtral"][0]()
-    tuned = {name: tensor + 0.01 * tiny.randn(*tensor.shape) for name, tensor in model.state_dict().items()}
+    tuned = tiny.tuned(model.state_dict(), 1)
     merger = ContinualMerger(model, tiny.fast_method())
     notes = merger.fold(tuned, task="a").notes
     assert [note for note in notes if "of no known kind and left pretrained: 4 of the matrices" in note]
