@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.models import decaying
-from safemerge_pl.cores import map_on_cores
-from safemerge_pl.memory import PeakMemory
 from safemerge_pl.methods import SafeMerge, Stack
+from safemerge_pl.runtime.cores import map_on_cores
+from safemerge_pl.runtime.memory import PeakMemory
 
 __all__ = ["literal", "make_stack", "products_per_second", "roofline"]
 

@@ -13,8 +13,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from safemerge_pl.report import write_figure
-from safemerge_pl.weights import TensorSpec, write_weights
+from safemerge_pl.output.weights import TensorSpec, write_weights
+from safemerge_pl.reports.stream import write_figure
 
 __all__ = ["out_of_core"]
 
@@ -99,7 +99,7 @@ def growth(rows: list[dict[str, object]]) -> Any:
 
 if __name__ == "__main__":
     from safemerge_pl.cli import main
-    from safemerge_pl.memory import peak_memory_mib
+    from safemerge_pl.runtime.memory import peak_memory_mib
 
     main(["fold", *sys.argv[1:]])
     print(peak_memory_mib())

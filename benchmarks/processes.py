@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.models import vit
+from safemerge_pl.folding.processes import Processes
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import SafeMerge
-from safemerge_pl.sharing import Processes
 
 __all__ = ["processes"]
 

@@ -5,9 +5,9 @@ import time
 
 from benchmarks.literal import products_per_second, roofline
 from benchmarks.models import vit
-from safemerge_pl.memory import PeakMemory
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import SafeMerge
+from safemerge_pl.runtime.memory import PeakMemory
 
 __all__ = ["scaling"]
 

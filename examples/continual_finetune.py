@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from zoo_halves import classes, halves, length, show
 
 from safemerge_pl.backbones import CLIPBackbone
+from safemerge_pl.backbones.heads import zero_shot_head
 from safemerge_pl.callbacks import SAFEMergeCallback, StreamReport
-from safemerge_pl.heads import zero_shot_head
 
 TASKS = ["mnist", "animal_silhouettes", "flags"]
 

@@ -12,7 +12,7 @@ from zoo_halves import classes, halves, length, show
 
 import safemerge_pl as sm
 from safemerge_pl.backbones import CLIPBackbone
-from safemerge_pl.heads import zero_shot_head
+from safemerge_pl.backbones.heads import zero_shot_head
 
 TASKS = ["letters", "fashion", "weather"]
 

@@ -97,7 +97,8 @@ def _lightning_cli(*, run: bool = True) -> Any:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     _import_named_classes()
-    from safemerge_pl import callbacks, data
+    from safemerge_pl import callbacks
+    from safemerge_pl.data import module as data
     from safemerge_pl.module import ContinualMergeModule
 
     class SafeMergeCLI(LightningCLI):
@@ -180,7 +181,7 @@ def last_checkpoint(trainer: "L.Trainer") -> Path:
 def _check() -> None:
     """List facts and problems of a configuration; exits with 1 if there is a problem."""
     from safemerge_pl.callbacks import MergeCallback
-    from safemerge_pl.check import check_stream
+    from safemerge_pl.commands.check import check_stream
 
     cli = _lightning_cli(run=False)
     merge = MergeCallback.of(cli.trainer)
@@ -201,8 +202,8 @@ def _fold() -> None:
     from jsonargparse import ArgumentParser
 
     import safemerge_pl.methods  # noqa: F401  # short class paths work for imported classes only
-    from safemerge_pl.fold import fold_once
-    from safemerge_pl.fold_progress import FoldProgress
+    from safemerge_pl.commands.fold import fold_once
+    from safemerge_pl.runtime.progress import FoldProgress
 
     parser = ArgumentParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
     parser.add_argument("--config", "-c", action="config")
@@ -249,10 +250,6 @@ def _study() -> None:
 
 def _import_named_classes() -> None:
     """Short class paths in a configuration work for imported classes only."""
-    import safemerge_pl.benchmark_data
-    import safemerge_pl.glue
-    import safemerge_pl.methods
-    import safemerge_pl.open_clip_backbone  # noqa: F401
 
 
 def _require_all_processes(trainer: "L.Trainer") -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.live_lora import adapter_deltas, adapter_names, plain_name
+from safemerge_pl.checkpoints.adapter_modules import adapter_deltas, adapter_names, plain_name
+from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
+from safemerge_pl.folding.store import LazyTensors
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods.base import MergeMethod
-from safemerge_pl.store import LazyTensors
 
 __all__ = ["LiveMerger", "Rest", "RestartFrom", "require_choices"]
 

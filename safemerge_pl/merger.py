@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from safemerge_pl import saving
-from safemerge_pl.adapters import Adapter
-from safemerge_pl.arithmetic import exact_arithmetic
-from safemerge_pl.checkpoints import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.differences import Likeness, Mismatch
-from safemerge_pl.fold_report import FoldReport, LayerReport
-from safemerge_pl.folders import STATE_FORMAT, require_format
-from safemerge_pl.folding import Folding
-from safemerge_pl.kept import KeptTensors
-from safemerge_pl.layers import MergeLayer
-from safemerge_pl.lazy import HASHED_AT_ONCE
-from safemerge_pl.ledger import ledger_line, provenance
+from safemerge_pl.architectures.layers import MergeLayer
+from safemerge_pl.checkpoints.adapter import Adapter
+from safemerge_pl.checkpoints.differences import Likeness, Mismatch
+from safemerge_pl.checkpoints.fit import aligned, require_dtype, require_finite, require_fit, require_values
+from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
+from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE
+from safemerge_pl.folding.engine import Folding
+from safemerge_pl.folding.processes import Processes
+from safemerge_pl.folding.report import FoldReport, LayerReport
+from safemerge_pl.folding.selection import left_out, what_is_merged
+from safemerge_pl.folding.store import DiskTensors, LazyTensors
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
-from safemerge_pl.preflight import aligned, require_dtype, require_finite, require_fit, require_values
-from safemerge_pl.selection import left_out, what_is_merged
-from safemerge_pl.sharing import Processes
-from safemerge_pl.side_files import OutputDtype
-from safemerge_pl.store import DiskTensors, LazyTensors
-from safemerge_pl.weights import tied_names
+from safemerge_pl.output import saving
+from safemerge_pl.output.folders import STATE_FORMAT, require_format
+from safemerge_pl.output.ledger import ledger_line, provenance
+from safemerge_pl.output.side_files import OutputDtype
+from safemerge_pl.output.weights import tied_names
+from safemerge_pl.runtime.arithmetic import exact_arithmetic
+from safemerge_pl.runtime.disk_cache import KeptTensors
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
 

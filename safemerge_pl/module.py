@@ -9,11 +9,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from safemerge_pl.backbones import Backbone, CLIPBackbone, build_backbone
-from safemerge_pl.data import StreamDataModule
+from safemerge_pl.backbones.base import Backbone, CLIPBackbone, build_backbone
+from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.metrics import AccuracyMatrix
-from safemerge_pl.rows import summarise
-from safemerge_pl.scoring import Scorer
+from safemerge_pl.scoring.rows import summarise
+from safemerge_pl.scoring.scorer import Scorer
 
 __all__ = ["ContinualMergeModule"]
 
@@ -35,7 +35,7 @@ class ContinualMergeModule(L.LightningModule):
     Example:
         >>> module = ContinualMergeModule()
         >>> module.hparams.backbone["class_path"]
-        'safemerge_pl.backbones.CLIPBackbone'
+        'safemerge_pl.backbones.base.CLIPBackbone'
     """
 
     def __init__(self, backbone: Backbone | dict[str, Any] | None = None) -> None:

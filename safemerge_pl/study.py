@@ -21,17 +21,17 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl import __version__
-from safemerge_pl.backbones import Backbone
-from safemerge_pl.checkpoints import Source
-from safemerge_pl.data import StreamDataModule
-from safemerge_pl.experts import find_experts
-from safemerge_pl.memory import PeakMemory
+from safemerge_pl.backbones.base import Backbone
+from safemerge_pl.checkpoints.open import Source
+from safemerge_pl.data.experts import find_experts
+from safemerge_pl.data.module import StreamDataModule
+from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.report import write_json
-from safemerge_pl.rows import individual_row, require_published, score_row, summarise
-from safemerge_pl.scoring import Scorer, swapped_weights
-from safemerge_pl.stream import TaskStream
+from safemerge_pl.reports.stream import write_json
+from safemerge_pl.runtime.memory import PeakMemory
+from safemerge_pl.scoring.rows import individual_row, require_published, score_row, summarise
+from safemerge_pl.scoring.scorer import Scorer, swapped_weights
 
 __all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
 
@@ -168,7 +168,7 @@ class Study:
 
     def run(self) -> None:
         """Measure what is not known yet, then write ``table.md``, ``table.tex``, ``study.json`` and the figures."""
-        from safemerge_pl.study_report import write_study
+        from safemerge_pl.reports.study import write_study
 
         cells = self.cells()
         for figure in self.figures:

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from safemerge_pl.recovery import initial_factors
+from safemerge_pl.maths.recovery import initial_factors
 
 FLOAT64_EPS = torch.finfo(torch.float64).eps
 FLOAT32_EPS = torch.finfo(torch.float32).eps

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from safemerge_pl.recovery import initial_factors
+from safemerge_pl.maths.recovery import initial_factors
 
 State = dict[str, Tensor]
 Stream = Sequence[Mapping[str, Tensor]]

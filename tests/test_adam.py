@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from safemerge_pl import adam as adam_module
-from safemerge_pl.adam import Adam
+from safemerge_pl.maths import adam as adam_module
+from safemerge_pl.maths.adam import Adam
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from tiny import Add, Tensors
 from torch import Tensor, nn
 
-from safemerge_pl.adapters import Adapter
 from safemerge_pl.callbacks import MergeCallback, ReferenceRows
-from safemerge_pl.check import check_stream
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
-from safemerge_pl.deltas import BoundAdapter
+from safemerge_pl.checkpoints.adapted import BoundAdapter
+from safemerge_pl.checkpoints.adapter import Adapter
+from safemerge_pl.checkpoints.fit import aligned, require_fit
+from safemerge_pl.commands.check import check_stream
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.preflight import aligned, require_fit
 from safemerge_pl.scoring import expert_weights
 from safemerge_pl.zoo import Zoo
 

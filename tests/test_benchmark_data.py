@@ -17,12 +17,12 @@ from test_cli import environment
 from tiny_hub import write_clip, write_expert, write_hub, write_set
 
 from safemerge_pl.backbones import CLIPBackbone
-from safemerge_pl.benchmark_data import CLIPBenchmarkData
+from safemerge_pl.backbones.heads import zero_shot_head
 from safemerge_pl.callbacks import ReferenceRows, SAFEMergeCallback
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.cli import config_folder
-from safemerge_pl.heads import zero_shot_head
-from safemerge_pl.image_sets import CONTROLS, TASKS, find_spec
+from safemerge_pl.data.benchmark import CLIPBenchmarkData
+from safemerge_pl.data.image_sets import CONTROLS, TASKS, find_spec
 from safemerge_pl.methods import SafeMerge, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.scoring import Scorer

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 import callbacks as alias
 import safemerge_pl.callbacks as ours
 from safemerge_pl.callbacks import MergeCallback, MergedModelWriter, ReferenceRows, SAFEMergeCallback, StreamReport
-from safemerge_pl.ledger import LEDGER_FILE
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import SafeMerge, Stack, StackResult
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.output.ledger import LEDGER_FILE
 from safemerge_pl.zoo import FILES
 
 Make = Callable[..., Any]
@@ -427,7 +427,7 @@ def test_a_disk_without_room_is_refused_before_the_stream(
     small_data: Make, make_trainer: Make, merge_callback: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C8."""
-    monkeypatch.setattr("safemerge_pl.folders.shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    monkeypatch.setattr("safemerge_pl.output.folders.shutil.disk_usage", lambda path: SimpleNamespace(free=100))
     merge = merge_callback()
     trainer = make_trainer(merge, MergedModelWriter(folder=str(tmp_path / "merged")))
     with pytest.raises(MisconfigurationException, match=r"merged needs about [\d.]+ MB and .* has 0\.0 MB free"):

@@ -10,9 +10,9 @@ from conftest import SmallZoo
 from torch.nn.functional import normalize
 
 from safemerge_pl.backbones import CLIPBackbone
+from safemerge_pl.backbones.heads import zero_shot_head
 from safemerge_pl.checkpoints import CheckpointError, match_names, open_checkpoint
 from safemerge_pl.data import ExactShard, ZooData
-from safemerge_pl.heads import zero_shot_head
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.zoo import Zoo
 

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from safemerge_pl.experts import find_experts
+from safemerge_pl.data.experts import find_experts
 from safemerge_pl.zoo import FILES
 
 

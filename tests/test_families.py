@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from safemerge_pl.architectures.families import block_of, known
+from safemerge_pl.architectures.layers import passed_over, select_layers, vision_only
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
-from safemerge_pl.families import block_of, known
-from safemerge_pl.layers import passed_over, select_layers, vision_only
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
 

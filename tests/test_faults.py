@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from test_folders import beside, clip_folder
 from tiny import assert_same, folded, fresh, tower, tuned
 
-from safemerge_pl import folders, locks
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.fold import fold_once
-from safemerge_pl.folders import STATE_FILE, check_output, staged_folder
-from safemerge_pl.locks import output_lock
+from safemerge_pl.commands.fold import fold_once
 from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.output import folders, locks
+from safemerge_pl.output.folders import STATE_FILE, check_output, staged_folder
+from safemerge_pl.output.locks import output_lock
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -211,7 +211,7 @@ def test_an_output_that_is_replaced_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Yesterday's state with today's weights would be refused as tampered."""
-    from safemerge_pl import saving
+    from safemerge_pl.output import saving
 
     out = folded(1).save(tmp_path / "out")
     real, calls = saving.open_checkpoint, []
@@ -275,7 +275,7 @@ def test_a_read_only_parent_is_refused() -> None:
     script = """
 import os, sys
 from pathlib import Path
-from safemerge_pl.folders import check_output
+from safemerge_pl.output.folders import check_output
 place = Path(sys.argv[1])
 place.chmod(0o555)
 if os.geteuid() == 0:

@@ -16,13 +16,13 @@ from test_cli import environment
 from tiny_text import ABOUT, KNOWN, examples, glue, noisy, save_t5, t5, train, weights, write_glue
 from torch import nn
 
+from safemerge_pl.backbones.t5 import T5Backbone
 from safemerge_pl.callbacks import MergeCallback, MergedModelWriter, ReferenceRows, SAFEMergeCallback, StreamReport
 from safemerge_pl.cli import config_folder, main
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, SafeMerge, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.study import Study, StudyRow
-from safemerge_pl.t5_backbone import T5Backbone
 
 RANKS: dict[str, Any] = {"scoring_rank": 8, "recovery_rank": 8, "task_rank": 4}
 TASKS, CONTROLS = ["cola", "sst2"], ["rte"]

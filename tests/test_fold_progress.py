@@ -6,11 +6,11 @@ import sys
 import pytest
 import tiny
 
-from safemerge_pl import fold_progress
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.fold_progress import FoldProgress
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM
+from safemerge_pl.runtime import progress as fold_progress
+from safemerge_pl.runtime.progress import FoldProgress
 
 
 class Terminal(io.StringIO):

@@ -18,11 +18,11 @@ from tiny import FC1, Add, Tensors, as_file, assert_same, copied, folded, fresh,
 from torch import nn
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
-from safemerge_pl.folders import STATE_FILE
-from safemerge_pl.ledger import LEDGER_FILE
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import SafeMerge
-from safemerge_pl.saving import MASTER_FILE
+from safemerge_pl.output.folders import STATE_FILE
+from safemerge_pl.output.ledger import LEDGER_FILE
+from safemerge_pl.output.saving import MASTER_FILE
 from safemerge_pl.zoo import FILES
 
 

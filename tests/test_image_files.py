@@ -8,8 +8,8 @@ import datasets
 import pytest
 from tiny_hub import labels_of, picture, snapshot, write_set, write_tar
 
-from safemerge_pl.image_files import choose_files, open_rows
-from safemerge_pl.image_sets import TASKS, find_spec
+from safemerge_pl.data.image_files import choose_files, open_rows
+from safemerge_pl.data.image_sets import TASKS, find_spec
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def test_nothing_there_says_how_to_get_it(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from safemerge_pl import image_files
+    from safemerge_pl.data import image_files
 
     asked = []
 
@@ -167,7 +167,7 @@ def test_only_the_split_is_fetched_from_the_hub(monkeypatch: pytest.MonkeyPatch,
         return str(write_set(tmp_path / "got", "rendered-sst2", file="test-0000.parquet"))
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("safemerge_pl.image_files._hub_answers", lambda endpoint: True)
+    monkeypatch.setattr("safemerge_pl.data.image_files._hub_answers", lambda endpoint: True)
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert len(open_rows(spec, any_size=True)) == 5

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from safemerge_pl.image_sets import CONTROLS, FOLDER, TASKS, SetSpec, find_spec, named_prompts, stream_of
+from safemerge_pl.data.image_sets import CONTROLS, FOLDER, TASKS, SetSpec, find_spec, named_prompts, stream_of
 
 # METHODS 13: images in the scored split, classes, templates, right answers of zero-shot ViT-B/32 and of its experts
 FACTS = {
@@ -136,7 +136,7 @@ def test_held_out_sets() -> None:
 
 def test_the_paper_s_orders() -> None:
     """METHODS 11: streams are the first 8, 14 and 20 names, orders shuffle their positions with seeds 42 to 51."""
-    from safemerge_pl.benchmark_data import CLIPBenchmarkData
+    from safemerge_pl.data.benchmark import CLIPBenchmarkData
 
     for length in (8, 14, 20):
         for seed in (42, 51):

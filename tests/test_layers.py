@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from safemerge_pl.layers import MergeLayer, plan_stacks, select_layers
+from safemerge_pl.architectures.layers import MergeLayer, plan_stacks, select_layers
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -10,10 +10,10 @@ import torch
 from tiny import Add, Tensors
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
-from safemerge_pl.layouts import layer_index, relaid
+from safemerge_pl.checkpoints.fit import aligned
+from safemerge_pl.checkpoints.layouts import layer_index, relaid
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, IsoC, KnOTSTies, TaskArithmetic
-from safemerge_pl.preflight import aligned
 from safemerge_pl.scoring import expert_weights
 
 

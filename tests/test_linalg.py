@@ -8,8 +8,8 @@ import torch
 from reference import FLOAT32_EPS, FLOAT64_EPS, orth, top_right_singular_vectors
 from torch import Tensor
 
-from safemerge_pl import linalg
-from safemerge_pl.linalg import (
+from safemerge_pl.maths import linalg
+from safemerge_pl.maths.linalg import (
     complement_basis,
     jointly_orthogonal,
     numerical_rank_tolerance,

@@ -10,8 +10,8 @@ from reference import risk as reference_risk
 from reference import task_basis as reference_task_basis
 from torch import Tensor
 
-from safemerge_pl.linalg import complement_basis, right_singular_basis
-from safemerge_pl.masking import keep_mask, risk_score
+from safemerge_pl.maths.linalg import complement_basis, right_singular_basis
+from safemerge_pl.maths.masking import keep_mask, risk_score
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 from safemerge_pl import folding as folding_module
 from safemerge_pl.checkpoints import CheckpointError, Source
-from safemerge_pl.folders import STATE_FILE
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import TSVM, MergeMethod, SafeMerge, Stack, StackResult, WUDIMerging
-from safemerge_pl.saving import MASTER_FILE
+from safemerge_pl.output.folders import STATE_FILE
+from safemerge_pl.output.saving import MASTER_FILE
 
 # what a fold does
 

@@ -14,10 +14,10 @@ import torch
 from tiny import Tensors, assert_same, copied, hf_t5, hf_vision, randn, tower, tuned
 from torch import Tensor, nn
 
-from safemerge_pl import cores, folding, stacks
+from safemerge_pl import folding
 from safemerge_pl.callbacks import MergeCallback
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.cores import flat_parts
+from safemerge_pl.folding import stacks
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import (
     NUFILT,
@@ -39,6 +39,8 @@ from safemerge_pl.methods.nufilt import nufilt_loss_and_gradients
 from safemerge_pl.methods.opcm import project_out
 from safemerge_pl.methods.ties import elect_and_sum, trim_thresholds
 from safemerge_pl.methods.wudi import wudi_loss_and_gradient
+from safemerge_pl.runtime import cores
+from safemerge_pl.runtime.cores import flat_parts
 from safemerge_pl.zoo import Zoo
 
 Make = Callable[[], MergeMethod]

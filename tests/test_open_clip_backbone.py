@@ -14,12 +14,12 @@ from tiny import folder_of, seeded, tuned
 from torch import Tensor
 
 from safemerge_pl.backbones import build_backbone
+from safemerge_pl.backbones.open_clip import OpenCLIPBackbone
 from safemerge_pl.callbacks import MergedModelWriter, SAFEMergeCallback
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, MergeMethod, SafeMerge, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.open_clip_backbone import OpenCLIPBackbone
 
 CONFIG: dict[str, Any] = {
     "embed_dim": 8,

@@ -9,8 +9,8 @@ import torch
 from reference import Settings, objective, top_right_singular_vectors
 from torch import Tensor
 
-from safemerge_pl.linalg import right_singular_basis
-from safemerge_pl.recovery import RecoveryProblem, initial_factors, solve_recovery
+from safemerge_pl.maths.linalg import right_singular_basis
+from safemerge_pl.maths.recovery import RecoveryProblem, initial_factors, solve_recovery
 
 SHAPES = [(7, 7), (12, 5), (5, 12)]
 

@@ -10,8 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from safemerge_pl.memory import peak_memory_mib
-from safemerge_pl.report import (
+from safemerge_pl.reports.stream import (
     console_table,
     environment,
     markdown,
@@ -21,6 +20,7 @@ from safemerge_pl.report import (
     write_json,
     write_text,
 )
+from safemerge_pl.runtime.memory import peak_memory_mib
 
 
 def row(acc: float, gen: float, bwt: float | None = None, **accuracies: float) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import safemerge_pl
-from safemerge_pl.linalg import right_singular_basis
+from safemerge_pl.maths.linalg import right_singular_basis
+from safemerge_pl.maths.recovery import initial_factors
 from safemerge_pl.methods import MergeMethod, SafeMerge, Stack, StackResult, safe_merge
-from safemerge_pl.recovery import initial_factors
 
 ZOO = Path(safemerge_pl.__file__).parent / "zoo" / "files"
 SMALL: dict[str, Any] = {"scoring_rank": 4, "recovery_rank": 3, "task_rank": 2, "num_steps": 8}

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from safemerge_pl.checkpoints import CheckpointError
+from safemerge_pl.folding.processes import Processes
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, TSVM, MergeMethod, SafeMerge, Stack, StackResult, TiesMerging
-from safemerge_pl.sharing import Processes
 
 METHODS: list[MergeMethod] = [tiny.fast_method(), TSVM(), OPCM(), TiesMerging()]
 

@@ -7,10 +7,10 @@ import tiny
 import torch
 
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.fold import fold_once
+from safemerge_pl.commands.fold import fold_once
+from safemerge_pl.folding.store import DiskTensors, LazyTensors
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, MergeMethod, TiesMerging
-from safemerge_pl.store import DiskTensors, LazyTensors
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from safemerge_pl.stream import TaskStream
+from safemerge_pl.data.stream import TaskStream
 
 # paper, table of task orders (appendix); order k has the seed 41 + k
 ORDERS = {

@@ -11,10 +11,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.memory import PeakMemory
 from safemerge_pl.methods import OPCM, SafeMerge, TaskArithmetic
+from safemerge_pl.reports.study import aggregate, latex, markdown
+from safemerge_pl.runtime.memory import PeakMemory
 from safemerge_pl.study import Study, StudyFigure, StudyRow
-from safemerge_pl.study_report import aggregate, latex, markdown
 
 
 def study(folder: Path, rows: list[StudyRow] | None = None, **kwargs: Any) -> Study:

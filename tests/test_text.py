@@ -16,15 +16,15 @@ from tiny_text import ABOUT, examples, glue, noisy, save_t5, t5, table, tokenize
 from torch import Tensor, nn
 
 from safemerge_pl.backbones import CLIPBackbone
+from safemerge_pl.backbones.t5 import T5Backbone
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.glue import GLUEData
+from safemerge_pl.data.glue import GLUEData
+from safemerge_pl.data.texts import ExactMatchScore, SpearmanScore, TextSet
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.rows import require_published, summarise
 from safemerge_pl.scoring import Scorer, expert_weights, swapped_weights
-from safemerge_pl.t5_backbone import T5Backbone
-from safemerge_pl.text_sets import ExactMatchScore, SpearmanScore, TextSet
+from safemerge_pl.scoring.rows import require_published, summarise
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from safemerge_pl.architectures.layers import select_layers
 from safemerge_pl.checkpoints import match_names, open_checkpoint
-from safemerge_pl.layers import select_layers
 from safemerge_pl.zoo import FILES, Zoo
 
 

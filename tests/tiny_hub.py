@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tiny import seeded, tuned
 
-from safemerge_pl.image_sets import SetSpec, find_spec
+from safemerge_pl.data.image_sets import SetSpec, find_spec
 from safemerge_pl.zoo import Zoo
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -11,9 +11,9 @@ import torch
 from tiny import Tensors, randn, seeded
 from torch import nn
 
-from safemerge_pl.glue import GLUEData
+from safemerge_pl.data.glue import GLUEData
 
-ABOUT = json.loads((Path(__file__).parent.parent / "safemerge_pl" / "glue.json").read_text())["sets"]
+ABOUT = json.loads((Path(__file__).parent.parent / "safemerge_pl" / "data" / "glue.json").read_text())["sets"]
 GOOD = ["good", "great", "fine", "lovely", "kind", "warm", "sweet", "bright"]
 BAD = ["bad", "awful", "poor", "dull", "cold", "rude", "bitter", "grim"]
 NOUNS = ["film", "dog", "house", "road", "cake", "song", "bird", "train"]

@@ -7,8 +7,8 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from safemerge_pl.checkpoints import CheckpointError, Source
-from safemerge_pl.experts import find_experts
+from safemerge_pl.checkpoints.open import CheckpointError, Source
+from safemerge_pl.data.experts import find_experts
 from safemerge_pl.merger import ContinualMerger
 
 if TYPE_CHECKING:

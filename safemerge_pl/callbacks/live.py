@@ -16,10 +16,10 @@ from safemerge_pl.callbacks.guards import (
 )
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.scores import StreamScores
-from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.folders import check_output
+from safemerge_pl.checkpoints.open import CheckpointError
+from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.live import LiveMerger, require_choices
-from safemerge_pl.stream import TaskStream
+from safemerge_pl.output.folders import check_output
 
 if TYPE_CHECKING:
     from safemerge_pl.callbacks.merge import MergeCallback

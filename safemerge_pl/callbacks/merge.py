@@ -15,13 +15,13 @@ from safemerge_pl.callbacks.from_files import FromFiles
 from safemerge_pl.callbacks.guards import refuse_unsupported
 from safemerge_pl.callbacks.live import Live
 from safemerge_pl.callbacks.options import LiveOptions
-from safemerge_pl.checkpoints import Source
-from safemerge_pl.differences import Mismatch
-from safemerge_pl.experts import Experts
-from safemerge_pl.live_lora import plain_name
+from safemerge_pl.checkpoints.adapter_modules import plain_name
+from safemerge_pl.checkpoints.differences import Mismatch
+from safemerge_pl.checkpoints.open import Source
+from safemerge_pl.data.experts import Experts
+from safemerge_pl.folding.processes import Processes
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
-from safemerge_pl.sharing import Processes
 
 __all__ = ["MergeCallback"]
 

@@ -7,11 +7,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.report import run_folder
-from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.folders import check_output
-from safemerge_pl.saving import require_output
-from safemerge_pl.side_files import OutputDtype
-from safemerge_pl.weights import parse_size
+from safemerge_pl.checkpoints.open import CheckpointError
+from safemerge_pl.output.folders import check_output
+from safemerge_pl.output.saving import require_output
+from safemerge_pl.output.side_files import OutputDtype
+from safemerge_pl.output.weights import parse_size
 
 __all__ = ["MergedModelWriter"]
 

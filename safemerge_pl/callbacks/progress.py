@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
-from safemerge_pl.fold_progress import FoldProgress
+from safemerge_pl.runtime.progress import FoldProgress
 
 __all__ = ["StreamProgress"]
 

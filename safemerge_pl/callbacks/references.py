@@ -6,8 +6,8 @@ import lightning as L
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.rows import Row, individual_row, require_published, score_row
-from safemerge_pl.scoring import swapped_weights
+from safemerge_pl.scoring.rows import Row, individual_row, require_published, score_row
+from safemerge_pl.scoring.scorer import swapped_weights
 
 __all__ = ["ReferenceRows"]
 

@@ -11,12 +11,12 @@ import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
-from safemerge_pl import report as reports
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.references import ReferenceRows
 from safemerge_pl.cli import config_folder
-from safemerge_pl.memory import peak_memory_mib
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.reports import stream as reports
+from safemerge_pl.runtime.memory import peak_memory_mib
 
 __all__ = ["StreamReport", "run_folder"]
 

@@ -4,8 +4,8 @@ from typing_extensions import Unpack
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.options import LiveOptions
-from safemerge_pl.differences import Mismatch
-from safemerge_pl.masking import Keep
+from safemerge_pl.checkpoints.differences import Mismatch
+from safemerge_pl.maths.masking import Keep
 from safemerge_pl.methods import SafeMerge
 
 __all__ = ["SAFEMergeCallback"]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from safemerge_pl.layers import Scope
+from safemerge_pl.architectures.layers import Scope
 
 __all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "clock", "mean_rule", "require_numbers"]
 _Out = TypeVar("_Out")

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from safemerge_pl.linalg import polar_factor
+from safemerge_pl.maths.linalg import polar_factor
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, mean_rule, require_numbers
 
 __all__ = ["IsoC"]

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from safemerge_pl.linalg import thin_svd
+from safemerge_pl.maths.linalg import thin_svd
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, require_numbers
 from safemerge_pl.methods.ties import elect_and_sum
 

@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from safemerge_pl.adam import Adam
-from safemerge_pl.linalg import right_singular_basis
+from safemerge_pl.maths.adam import Adam
+from safemerge_pl.maths.linalg import right_singular_basis
+from safemerge_pl.maths.recovery import initial_factors
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, require_numbers
-from safemerge_pl.recovery import initial_factors
 
 __all__ = ["NUFILT", "nufilt_loss_and_gradients"]
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from safemerge_pl.cores import length_of
-from safemerge_pl.linalg import thin_svd
+from safemerge_pl.maths.linalg import thin_svd
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors
+from safemerge_pl.runtime.cores import length_of
 
 __all__ = ["OPCM", "project_out"]
 

@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from safemerge_pl.linalg import complement_basis, right_singular_basis
-from safemerge_pl.masking import Keep, keep_mask, risk_score
+from safemerge_pl.maths.linalg import complement_basis, right_singular_basis
+from safemerge_pl.maths.masking import Keep, keep_mask, risk_score
+from safemerge_pl.maths.recovery import RecoveryProblem, initial_factors, solve_recovery
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, clock, require_numbers
-from safemerge_pl.recovery import RecoveryProblem, initial_factors, solve_recovery
 
 __all__ = ["SafeMerge"]
 

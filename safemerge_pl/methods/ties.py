@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from safemerge_pl.cores import flat_parts
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors, require_numbers
+from safemerge_pl.runtime.cores import flat_parts
 
 __all__ = ["TiesMerging", "elect_and_sum", "trim_thresholds"]
 

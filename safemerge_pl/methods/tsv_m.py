@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from safemerge_pl.linalg import jointly_orthogonal, thin_svd
+from safemerge_pl.maths.linalg import jointly_orthogonal, thin_svd
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, mean_rule, require_numbers
 
 __all__ = ["TSVM"]

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from safemerge_pl.adam import Adam
+from safemerge_pl.maths.adam import Adam
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, mean_rule, require_numbers
 
 __all__ = ["WUDIMerging", "wudi_loss_and_gradient"]

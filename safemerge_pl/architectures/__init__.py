@@ -1,0 +1,1 @@
+"""How families of models name and lay out their layers."""

@@ -1,0 +1,241 @@
+"""Which parameters are merged, under which canonical name, and how they are cut into stacks of equal shape.
+
+Selection goes by parameter name and shape, so it needs no model class and reads only headers. Canonical layer names
+(``vision.3.q``, ``encoder.0.cross.v``) are the same for every library that stores the same model; a fused matrix is
+split into its parts and a transposed one is turned, so the merge does not depend on how a library lays weights out.
+"""
+
+import fnmatch
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from safemerge_pl.architectures.families import block_of, heights, in_vision, known, rule_for, tower, unknown_fusion
+
+__all__ = [
+    "MergeLayer",
+    "Scope",
+    "known_layers",
+    "parts_of",
+    "passed_over",
+    "plan_stacks",
+    "select_layers",
+    "vision_only",
+]
+
+Scope = Literal["selected", "selected_out", "linear", "matrix", "none"]
+"""Which matrices are merged: attention and first feed-forward, these and T5's second feed-forward, every linear layer,
+every 2-D tensor, or none."""
+
+_EMBEDDING = re.compile(r"embed|bias_table|(?:^|\.)(?:shared|wte|wpe|relative_attention_bias)\.")
+"""2-D tensors that are looked up, not multiplied with."""
+
+_TEXT_TOWER = re.compile(r"(?:^|\.)(?:text|text_model|resblocks)\.")
+"""The text side of a contrastive model, in transformers and open_clip."""
+
+MAX_STACK_ENTRIES = 2**25
+"""Largest stack, in entries (128 MiB in float32). A constant, so that the plan depends on shapes only."""
+
+CORE_STACK_ENTRIES = 2**17
+"""Largest stack on a CPU, where a stack is one core's work: it should stay in that core's cache."""
+
+MAX_CORE_ENTRIES = 2**22
+"""Largest matrix on a CPU that one core works on alone."""
+
+
+@dataclass(frozen=True)
+class MergeLayer:
+    """One matrix to merge: where it lives and how to read it upright.
+
+    Attributes:
+        name: canonical name, e.g. ``vision.0.q``.
+        parameter: name of the tensor that holds it, in the pretrained checkpoint.
+        shape: ``(d_out, d_in)`` of the upright matrix.
+        rows: first and last (exclusive) row of the upright tensor, for a part of a fused one.
+        transposed: the tensor is stored as ``(d_in, d_out)``.
+    """
+
+    name: str
+    parameter: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    @property
+    def entries(self) -> int:
+        """How many weights it has."""
+        return math.prod(self.shape)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The upright ``(d_out, d_in)`` matrix inside ``tensor``, without a copy.
+
+        Example:
+            >>> import torch
+            >>> MergeLayer("vision.0.k", "attn.in_proj_weight", (2, 2), rows=(2, 4)).view(torch.arange(12).view(6, 2))
+            tensor([[4, 5],
+                    [6, 7]])
+        """
+        upright = tensor.T if self.transposed else tensor
+        return upright if self.rows is None else upright[self.rows[0] : self.rows[1]]
+
+
+def select_layers(
+    shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] | None = None, scope: Scope = "selected"
+) -> list[MergeLayer]:
+    """Choose the matrices to merge: attention projections and the first feed-forward matrix (METHODS 9.1, 10a).
+
+    Of a checkpoint with a vision and a text tower only the vision tower is merged, since the zero-shot heads come from
+    the pretrained text tower; of a vision model with a language model both are.
+
+    Args:
+        shapes: shape of every tensor of the pretrained model.
+        patterns: shell-style patterns (``*.q_proj.weight``) that replace the built-in choice. A tensor of a known
+            family is still split and turned as that family needs; any other 2-D tensor is taken as it is.
+        scope: ``"selected"`` as above, ``"selected_out"`` with T5's ``wo`` as well, ``"linear"`` for every
+            linear layer, ``"matrix"`` for every 2-D tensor, ``"none"`` for no matrix at all.
+
+    Returns:
+        The layers in the checkpoint's order.
+
+    Raises:
+        ValueError: if nothing is selected, a pattern selects nothing, or a matrix holds q, k and v in unknown order.
+
+    Example:
+        >>> [layer.name for layer in select_layers({"visual.transformer.resblocks.0.attn.in_proj_weight": (6, 2)})]
+        ['vision.0.q', 'vision.0.k', 'vision.0.v']
+    """
+    if scope == "none":
+        return []
+    everything = patterns is not None or scope in ("linear", "matrix")
+    found = {
+        name: _layers_of(name, tuple(shapes[name]), keep_unknown=everything, wide=everything or scope != "selected")
+        for name in vision_only(shapes)
+        if scope != "linear" or not _EMBEDDING.search(name)
+    }
+    for name in found if not everything else ():
+        if not found[name] and len(shapes[name]) == 2 and unknown_fusion(name):
+            raise ValueError(
+                f"`{name}` holds q, k and v in an order that differs between models of this name; name the matrices to "
+                "merge with `layers`, where it is taken whole."
+            )
+    for pattern in patterns or ():
+        if not any(found[name] for name in found if fnmatch.fnmatchcase(name, pattern)):
+            raise ValueError(
+                f"`layers` pattern {pattern!r} matches none of the {len(shapes)} parameters that can be merged."
+            )
+    layers = [
+        layer
+        for name, parts in found.items()
+        if patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        for layer in parts
+    ]
+    if not layers:
+        raise ValueError(
+            f"none of the {len(shapes)} parameters is an attention or feed-forward matrix of a known family (CLIP, "
+            "ViT, BERT, T5, Llama, GPT-2, ...); name the matrices to merge with `layers`, e.g. ['*.q_proj.weight']."
+        )
+    return _distinct(layers)
+
+
+def _distinct(layers: list[MergeLayer]) -> list[MergeLayer]:
+    """Two towers of one unknown kind would share canonical names; then the parameter's own name is taken.
+
+    Beside a decoder a bare ``encoder`` is no vision tower.
+    """
+    if any(layer.name.startswith("decoder.") for layer in layers):
+        layers = [replace(layer, name=re.sub(r"^vision\.", "encoder.", layer.name)) for layer in layers]
+    counts = Counter(layer.name for layer in layers)
+    return [
+        layer
+        if counts[layer.name] == 1
+        else replace(layer, name=f"{layer.parameter.removesuffix('.weight')}.{layer.name.rpartition('.')[2]}")
+        for layer in layers
+    ]
+
+
+def vision_only(names: Iterable[str]) -> list[str]:
+    """The names of the vision tower where there is one, else all names; all too where a language model stands beside.
+
+    Example:
+        >>> vision_only(["vision_model.a", "text_model.a", "logit_scale"]), vision_only(["encoder.a"])
+        (['vision_model.a'], ['encoder.a'])
+        >>> len(vision_only(["vision_tower.vision_model.layers.0.a", "language_model.layers.0.a"]))
+        2
+    """
+    names = list(names)
+    vision = [name for name in names if in_vision(name)]
+    speaks = any(block_of(name) and not in_vision(name) and not _TEXT_TOWER.search(name) for name in names)
+    return names if speaks else vision or names
+
+
+def passed_over(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Matrices in the blocks of a model that are of no known kind and not among the layers to merge.
+
+    Example:
+        >>> passed_over([], {"layers.0.mixer.in_proj.weight": (8, 4), "layers.0.mlp.fc2.weight": (4, 8)})
+        ['layers.0.mixer.in_proj.weight']
+    """
+    taken = {layer.parameter for layer in layers}
+    return [
+        name for name in vision_only(shapes) if name not in taken and block_of(name) and not known(name, shapes[name])
+    ]
+
+
+def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRIES) -> list[tuple[MergeLayer, ...]]:
+    """Group layers of equal shape into stacks of at most ``max_entries`` entries (one layer at least).
+
+    Example:
+        >>> a, b = MergeLayer("x.0.q", "q0", (2, 2)), MergeLayer("x.0.up", "u0", (8, 2))
+        >>> [[layer.name for layer in stack] for stack in plan_stacks([a, b, a, a], max_entries=8)]
+        [['x.0.q', 'x.0.q'], ['x.0.q'], ['x.0.up']]
+    """
+    groups: dict[tuple[int, ...], list[MergeLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.shape, []).append(layer)
+    stacks = []
+    for shape, group in groups.items():
+        size = max(1, max_entries // math.prod(shape))
+        stacks += [tuple(group[start : start + size]) for start in range(0, len(group), size)]
+    return stacks
+
+
+def known_layers(names: Iterable[str]) -> list[str]:
+    """Names that hold a layer of a known family.
+
+    Example:
+        >>> known_layers(["blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight"])
+        ['blocks.0.mlp.fc1.weight']
+    """
+    return [name for name in names if rule_for(name)]
+
+
+def parts_of(parameter: str, shape: Sequence[int]) -> list[MergeLayer]:
+    """The layers of a known family inside one parameter, merged by default or not; none for any other parameter.
+
+    Example:
+        >>> [part.rows for part in parts_of("visual.transformer.resblocks.0.attn.in_proj_weight", (6, 2))]
+        [(0, 2), (2, 4), (4, 6)]
+    """
+    return _layers_of(parameter, tuple(shape), keep_unknown=False, wide=True)
+
+
+def _layers_of(parameter: str, shape: tuple[int, ...], *, keep_unknown: bool, wide: bool) -> list[MergeLayer]:
+    """The layers inside one parameter; empty if it is none of a known family and ``keep_unknown`` is off."""
+    found = rule_for(parameter, shape)
+    if found is None or (found[0].wide and not wide):
+        plain = keep_unknown and len(shape) == 2
+        return [MergeLayer(parameter.removesuffix(".weight"), parameter, (shape[0], shape[1]))] if plain else []
+    rule, groups = found
+    d_out, d_in = reversed(shape) if rule.transposed else shape
+    layers, start = [], 0
+    for name, height in zip(rule.names, heights(rule, parameter, d_out, d_in), strict=True):
+        rows = (start, start + height) if len(rule.names) > 1 else None
+        canonical = name.format(tower=tower(parameter), **groups)
+        layers.append(MergeLayer(canonical, parameter, (height, d_in), rows, rule.transposed))
+        start += height
+    return layers

@@ -1,0 +1,19 @@
+"""Models that can be scored."""
+
+from safemerge_pl.backbones.base import Backbone as Backbone
+from safemerge_pl.backbones.base import CLIPBackbone as CLIPBackbone
+from safemerge_pl.backbones.base import backbone_spec as backbone_spec
+from safemerge_pl.backbones.base import build_backbone as build_backbone
+from safemerge_pl.backbones.heads import zero_shot_head as zero_shot_head
+from safemerge_pl.backbones.open_clip import OpenCLIPBackbone as OpenCLIPBackbone
+from safemerge_pl.backbones.t5 import T5Backbone as T5Backbone
+
+__all__ = [
+    "Backbone",
+    "CLIPBackbone",
+    "OpenCLIPBackbone",
+    "T5Backbone",
+    "backbone_spec",
+    "build_backbone",
+    "zero_shot_head",
+]

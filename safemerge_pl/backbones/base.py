@@ -1,0 +1,251 @@
+"""Backbones: the model that is merged, with what it takes to score it (preprocessing, text side)."""
+
+import hashlib
+import importlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from safemerge_pl.checkpoints.open import CheckpointError, fingerprint, open_checkpoint
+
+__all__ = ["Backbone", "CLIPBackbone", "backbone_spec", "build_backbone", "model_folder", "quiet_transformers"]
+
+
+class Backbone(nn.Module, ABC):
+    """A model in three parts: the tower that is merged, its frozen head side, and its preprocessing.
+
+    Constructors take plain values only and read nothing, so that a backbone can be described in a configuration and in
+    a checkpoint; :meth:`load` reads the weights.
+
+    Attributes:
+        merged_attr: name of the sub-module that is merged.
+    """
+
+    merged_attr: str
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """``class_path`` and ``init_args`` that build this backbone again."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Read the pretrained weights; a second call does nothing."""
+
+    @abstractmethod
+    def folder(self) -> Path:
+        """Folder of the pretrained model, whose files complete a merged one."""
+
+    @abstractmethod
+    def preprocess(self, examples: Sequence[Any]) -> Any:
+        """The input of :meth:`forward`: of PIL images ``(N, C, H, W)`` float32, of texts tokens by name."""
+
+    def preprocessor(self) -> Callable[[Sequence[Any]], Tensor]:
+        """:meth:`preprocess` in a form that is cheap to send to another process."""
+        return self.preprocess
+
+    def text_key(self) -> str | None:
+        """Hash of everything that :meth:`encode_text` depends on; ``None`` if it is not known."""
+        return None
+
+    def encode_text(self, texts: Sequence[str]) -> Tensor:
+        """Text features of the pretrained text tower, ``(N, D)``, not normalised; only a model for images has one."""
+        raise MisconfigurationException(f"{type(self).__name__} has no zero-shot heads, so it cannot score images.")
+
+    @abstractmethod
+    def forward(self, inputs: Any) -> Tensor:
+        """Image features ``(N, D)`` in the space of :meth:`encode_text`, not normalised; or generated tokens."""
+
+
+class CLIPBackbone(Backbone):
+    """CLIP of transformers: the vision tower is merged, the text tower and both projections stay pretrained.
+
+    Args:
+        pretrained: folder or hub id of a ``CLIPModel``, or ``"zoo"`` for the embedded mini CLIP.
+        revision: branch, tag or commit, for a hub id.
+        image_backend: what resizes images: ``torchvision`` as transformers 5 does, or ``pil`` as earlier versions and
+            the paper's pipeline do. Pixels differ by rounding.
+
+    Example:
+        >>> CLIPBackbone("zoo").spec()["init_args"]
+        {'pretrained': 'zoo', 'revision': None, 'image_backend': 'torchvision'}
+    """
+
+    merged_attr = "vision_model"
+
+    def __init__(
+        self,
+        pretrained: str = "zoo",
+        revision: str | None = None,
+        image_backend: Literal["torchvision", "pil"] = "torchvision",
+    ) -> None:
+        super().__init__()
+        self.pretrained, self.revision, self.image_backend = str(pretrained), revision, image_backend
+        self._text: dict[str, Any] = {}  # a plain dict: the text side is no part of the module's state
+
+    def spec(self) -> dict[str, Any]:
+        """See :class:`Backbone`."""
+        return backbone_spec(self, pretrained=self.pretrained, revision=self.revision, image_backend=self.image_backend)
+
+    def folder(self) -> Path:
+        """See :class:`Backbone`."""
+        if self.pretrained == "zoo":
+            from safemerge_pl.zoo import Zoo
+
+            return Zoo().model
+        return model_folder(self.pretrained, self.revision, "CLIP")
+
+    def load(self) -> None:
+        """See :class:`Backbone`."""
+        if hasattr(self, "vision_model"):
+            return
+        from transformers import AutoTokenizer, CLIPModel
+
+        folder = self.folder()
+        if not (folder / "config.json").exists():
+            raise CheckpointError(f"{folder} has no config.json; give the folder of a whole CLIP model.")
+        with quiet_transformers():
+            try:
+                model, info = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise CheckpointError(f"{folder} is no CLIP model that transformers can load: {error}") from error
+            missing = sorted(info["missing_keys"])
+            if missing:
+                raise CheckpointError(f"{folder} lacks {len(missing)} tensors of a CLIP model, first `{missing[0]}`.")
+            self._text = {
+                "tokenizer": AutoTokenizer.from_pretrained(folder),
+                "tower": model.text_model.eval(),
+                "projection": model.text_projection,
+            }
+        self.vision_model, self.visual_projection = model.vision_model, model.visual_projection
+        self.eval()
+
+    def preprocess(self, images: Sequence[Any]) -> Tensor:
+        """See :class:`Backbone`."""
+        return self.preprocessor()(images)
+
+    def preprocessor(self) -> Callable[[Sequence[Any]], Tensor]:
+        """See :class:`Backbone`."""
+        if not hasattr(self, "_processor"):
+            self._processor = _ImageProcessor(self.folder(), self.image_backend)
+        return self._processor
+
+    def text_key(self) -> str | None:
+        """See :class:`Backbone`; weights, activation and pooling of the text tower, and the tokenizer."""
+        if "key" not in self._text:
+            tower, tokenizer = self._text["tower"], self._text["tokenizer"]
+            weights = fingerprint({**tower.state_dict(), "projection": self._text["projection"].weight})
+            config = {key: value for key, value in tower.config.to_dict().items() if not key.endswith("version")}
+            fast = getattr(tokenizer, "backend_tokenizer", None)
+            words = json.loads(fast.to_str()) if fast is not None else {"vocab": tokenizer.get_vocab()}
+            words |= {"truncation": None, "padding": None}  # of the last call
+            known = (json.dumps(part, sort_keys=True, default=str) for part in (config, words))
+            parts = [weights, *known, str(tokenizer.pad_token_id)]
+            self._text["key"] = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        key: str = self._text["key"]
+        return key
+
+    @torch.no_grad()
+    def encode_text(self, texts: Sequence[str]) -> Tensor:
+        """See :class:`Backbone`."""
+        device = next(self.parameters()).device
+        tokens = self._text["tokenizer"](list(texts), padding=True, return_tensors="pt").to(device)
+        if tokens["input_ids"].shape[1] > self._text["tower"].config.max_position_embeddings:
+            longest = max(texts, key=len)
+            raise ValueError(
+                f"the text tower takes {self._text['tower'].config.max_position_embeddings} tokens, which "
+                f"'{longest}' exceeds; shorten the class name or the template."
+            )
+        pooled = self._text["tower"].to(device)(**tokens).pooler_output
+        features: Tensor = self._text["projection"].to(device)(pooled)
+        return features.cpu()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """See :class:`Backbone`."""
+        features: Tensor = self.visual_projection(self.vision_model(pixels).pooler_output)
+        return features
+
+
+class _ImageProcessor:
+    """The model's own preprocessing; small, so that worker processes get it without the model."""
+
+    def __init__(self, folder: Path, backend: str) -> None:
+        import transformers
+
+        kind = transformers.CLIPImageProcessor
+        if backend == "pil":  # before version 5 the one above
+            kind = getattr(transformers, "CLIPImageProcessorPil", kind)
+        try:
+            self._processor = kind.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder} has no preprocessor_config.json that can be read; copy the pretrained model's there."
+            ) from error
+
+    def __call__(self, images: Sequence[Any]) -> Tensor:
+        pixels: Tensor = self._processor([image.convert("RGB") for image in images], return_tensors="pt")[
+            "pixel_values"
+        ]
+        return pixels
+
+
+def build_backbone(backbone: Backbone | Mapping[str, Any]) -> Backbone:
+    """A backbone, or one built from its :meth:`Backbone.spec`.
+
+    Example:
+        >>> build_backbone(CLIPBackbone("zoo").spec()).pretrained
+        'zoo'
+    """
+    if isinstance(backbone, Backbone):
+        return backbone
+    module, _, name = backbone["class_path"].rpartition(".")
+    built: Backbone = getattr(importlib.import_module(module), name)(**backbone["init_args"])
+    return built
+
+
+def model_folder(pretrained: str, revision: str | None, kind: str) -> Path:
+    """Folder of a model that is named as a folder or hub id.
+
+    Args:
+        pretrained: the name.
+        revision: branch, tag or commit, for a hub id.
+        kind: of model, for the message.
+
+    Raises:
+        CheckpointError: if it is neither.
+    """
+    path = Path(pretrained).expanduser()
+    if path.is_dir():
+        return path
+    found = open_checkpoint(pretrained, revision=revision).folder
+    if found is None:
+        raise CheckpointError(f"`pretrained` {pretrained} is a file; give the folder of the {kind} model.")
+    return found
+
+
+def backbone_spec(backbone: Backbone, **init_args: Any) -> dict[str, Any]:
+    """What :meth:`Backbone.spec` returns for a class and its arguments."""
+    kind = type(backbone)
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": init_args}
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Neither progress bars nor load reports: what matters is checked and said by us."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

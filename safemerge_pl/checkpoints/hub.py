@@ -1,0 +1,48 @@
+"""Models of the hub, from the local cache where it has them."""
+
+import re
+from pathlib import Path
+
+from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
+from safemerge_pl.errors import CheckpointError
+
+__all__ = ["download"]
+
+_HUB_ID = re.compile(r"(?P<name>(?!\.)[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
+_SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+
+
+def download(source: str, revision: str | None = None) -> Path:
+    """Folder of a hub model in the local cache, fetched if the hub is reachable; all files of one revision.
+
+    Args:
+        source: ``owner/name``, or ``owner/name@revision``.
+        revision: branch, tag or commit, if it is not in ``source``.
+
+    Raises:
+        CheckpointError: if it is no hub id, or cannot be had; in one line, without request or token.
+    """
+    found = _HUB_ID.fullmatch(source)
+    if found is None or source.endswith(WEIGHT_ENDINGS):
+        raise CheckpointError(f"{source} does not exist.")
+    if found["revision"] and revision not in (None, found["revision"]):
+        raise CheckpointError(f"{source} names a revision and `revision` is {revision}; give one of them.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
+
+    def fetch(weights: str) -> Path:
+        patterns = [*_SIDE_FILES, weights]
+        revised = revision or found["revision"]
+        return Path(snapshot_download(found["name"], revision=revised, allow_patterns=patterns))
+
+    try:
+        folder = fetch("*.safetensors")
+        return folder if any(folder.glob("*.safetensors")) else fetch("*.bin")
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        remedy = "give a local folder"
+        if isinstance(error, GatedRepoError):
+            remedy = "ask for access on its page and log in with `hf auth login`, or give a local folder"
+        raise CheckpointError(
+            f"{source} is neither a local path nor a hub model that can be fetched ({reason}); {remedy}."
+        ) from error

@@ -1,0 +1,206 @@
+"""One model in the layout of another library: tensors cut, joined and turned by their canonical names."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from safemerge_pl.architectures.families import block_of, tower
+from safemerge_pl.architectures.layers import MergeLayer, parts_of, vision_only
+from safemerge_pl.checkpoints.tensors import Checkpoint
+from safemerge_pl.errors import CheckpointError
+
+__all__ = ["layer_index", "pieces_of", "relaid"]
+
+_REST = [
+    (re.compile(r"(?:^|\.)(?:" + pattern + r")$"), names)
+    for pattern, *names in (
+        # what a CLIP vision tower holds beside the matrices of `layers`, in transformers, open_clip and timm
+        (r"embeddings\.class_embedding|visual\.class_embedding|cls_token", "class"),
+        (r"embeddings\.patch_embedding\.weight|visual\.conv1\.weight|patch_embed\.proj\.weight", "patch"),
+        (r"embeddings\.position_embedding\.weight|visual\.positional_embedding|pos_embed", "position"),
+        (r"(?:pre_layrnorm|visual\.ln_pre|norm_pre)\.(?:weight|bias)", "pre.{end}"),
+        (r"(?:post_layernorm|visual\.ln_post|norm)\.(?:weight|bias)", "post.{end}"),
+        (
+            r"(?:layers\.\d+\.layer_norm|resblocks\.\d+\.ln_|blocks\.\d+\.norm)([12])\.(?:weight|bias)",
+            "{block}.norm{group}.{end}",
+        ),
+        (r"layers\.\d+\.self_attn\.([qkv])_proj\.bias", "{block}.{group}.bias"),
+        (
+            r"resblocks\.\d+\.attn\.in_proj_bias|blocks\.\d+\.attn\.qkv\.bias",
+            "{block}.q.bias",
+            "{block}.k.bias",
+            "{block}.v.bias",
+        ),
+        (
+            r"(?:layers\.\d+\.self_attn\.out_proj|resblocks\.\d+\.attn\.out_proj|blocks\.\d+\.attn\.proj)\.bias",
+            "{block}.out.bias",
+        ),
+        (r"(?:layers\.\d+\.mlp\.fc1|resblocks\.\d+\.mlp\.c_fc|blocks\.\d+\.mlp\.fc1)\.bias", "{block}.up.bias"),
+        (
+            r"(?:layers\.\d+\.mlp\.fc2|resblocks\.\d+\.mlp\.c_proj|blocks\.\d+\.mlp\.fc2)\.(?:weight|bias)",
+            "{block}.down.{end}",
+        ),
+    )
+]
+
+
+def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) -> Checkpoint | None:
+    """An incoming model of another library (open_clip for transformers, ...) under the pretrained model's names.
+
+    Args:
+        pretrained: the model whose names are wanted.
+        wanted: those of its tensors that are needed.
+        incoming: a checkpoint in which :func:`match_names` does not find them.
+
+    Returns:
+        The wanted tensors and whatever else is known, each assembled when it is asked for; ``None`` if the incoming
+        model is not the same architecture in another layout.
+
+    Raises:
+        CheckpointError: if it is, but a wanted tensor has no known counterpart.
+
+    Example:
+        >>> from safemerge_pl.checkpoints.tensors import Memory
+        >>> key = "encoder.layers.0.self_attn.k_proj.weight"
+        >>> incoming = Memory({"resblocks.0.attn.in_proj_weight": torch.arange(6.0)[:, None]}, "a file")
+        >>> relaid(Memory({key: torch.ones(2, 1)}, "a folder"), [key], incoming)[key].tolist()
+        [[2.0], [3.0]]
+    """
+    theirs = layer_index(incoming)
+    parts = {name: pieces_of(name, pretrained.shape(name)) for name in vision_only(pretrained)}
+    blocks = [name for name in wanted if block_of(name) and parts[name]]
+    locals_, towers = {_local(name) for name in incoming}, {tower(name) for name in blocks}
+    same = all(_local(name) in locals_ for name in blocks)
+    if same and len(towers) < 2:  # a prefix that is not known; several towers may each have one
+        return None
+    if any(part.name not in theirs for name in blocks for part in parts[name]):
+        return None
+    known = {name for name in parts if parts[name] and all(part.name in theirs for part in parts[name])}
+    unknown = [name for name in wanted if name not in known]
+    if unknown and same:
+        return None
+    if unknown:
+        raise CheckpointError(
+            f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "
+            f"of {len(wanted)} tensors, first `{unknown[0]}`; convert it to the pretrained model's layout."
+        )
+    return _Relaid(
+        incoming, {name: [(part, theirs[part.name]) for part in parts[name]] for name in parts if name in known}
+    )
+
+
+def layer_index(checkpoint: Checkpoint) -> dict[str, MergeLayer]:
+    """Where a model keeps each canonical piece that it has once; empty if it holds several towers of one kind.
+
+    Example:
+        >>> from safemerge_pl.checkpoints.tensors import Memory
+        >>> list(layer_index(Memory({"resblocks.1.attn.in_proj_bias": torch.ones(6)}, "a file")))
+        ['vision.1.q.bias', 'vision.1.k.bias', 'vision.1.v.bias']
+    """
+    found: dict[str, list[MergeLayer]] = defaultdict(list)
+    starts = set()
+    for name in vision_only(checkpoint):
+        parts = pieces_of(name, checkpoint.shape(name))
+        block = block_of(name)
+        if parts and block:
+            starts.add((tower(name), name[: block.start()]))
+        for part in parts:
+            found[part.name].append(part)
+    if len(starts) > len({kind for kind, _ in starts}):
+        return {}
+    return {name: pieces[0] for name, pieces in found.items() if len(pieces) == 1}
+
+
+class _Relaid(Checkpoint):
+    """Tensors assembled from pieces of others: (piece of ours, piece of theirs) in the order of rows."""
+
+    def __init__(self, incoming: Checkpoint, pieces: Mapping[str, list[tuple[MergeLayer, MergeLayer]]]) -> None:
+        self.source, self.folder, self.notes = incoming.source, incoming.folder, incoming.notes
+        self._incoming, self._pieces = incoming, dict(pieces)
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = self._pieces[name]
+        found = [theirs.view(self._incoming[theirs.parameter]) for _, theirs in pieces]
+        if len(found) == 1 and not pieces[0][0].transposed:
+            return _squeezed(found[0], pieces[0][0].shape)
+        whole = torch.cat(found)
+        return whole.T if pieces[0][0].transposed else whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`Checkpoint`."""
+        ours = self._pieces[name][0][0]
+        shapes = [theirs.shape for _, theirs in self._pieces[name]]
+        if len(shapes) == 1 and not ours.transposed:
+            return ours.shape if _fits(shapes[0], ours.shape) else shapes[0]
+        whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return whole[::-1] if ours.transposed else whole
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :class:`Checkpoint`."""
+        return self._incoming.dtype(self._pieces[name][0][1].parameter)
+
+
+def pieces_of(name: str, shape: tuple[int, ...]) -> list[MergeLayer]:
+    """The pieces of one tensor under their canonical names; none if it is not known.
+
+    Args:
+        name: the tensor's.
+        shape: as stored.
+
+    Example:
+        >>> [(piece.name, piece.rows) for piece in pieces_of("visual.transformer.resblocks.0.attn.in_proj_bias", (6,))]
+        [('vision.0.q.bias', (0, 2)), ('vision.0.k.bias', (2, 4)), ('vision.0.v.bias', (4, 6))]
+    """
+    try:
+        found = parts_of(name, shape)
+    except ValueError:  # a fused matrix that has no equal parts
+        return []
+    for pattern, names in _REST if not found else ():
+        match = pattern.search(name)
+        if match is None:
+            continue
+        height = shape[0] // len(names) if shape else 0
+        block = block_of(name)
+        values = {
+            "block": block[1] if block else "",
+            "end": name.rpartition(".")[2],
+            "group": match[1] if match.re.groups else "",
+        }
+        return [
+            MergeLayer(
+                f"{tower(name) if block else 'vision'}.{text.format(**values)}",
+                name,
+                (height, *shape[1:]),
+                (part * height, (part + 1) * height) if len(names) > 1 else None,
+            )
+            for part, text in enumerate(names)
+        ]
+    return found
+
+
+def _local(name: str) -> str:
+    """A name from its block on, or its last part."""
+    block = block_of(name)
+    return name[block.start() :].lstrip(".") if block else name
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Equal but for leading dimensions of one."""
+    return tuple(_trimmed(shape)) == tuple(_trimmed(wanted))
+
+
+def _trimmed(shape: Sequence[int]) -> Sequence[int]:
+    return _trimmed(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
+
+
+def _squeezed(tensor: Tensor, wanted: tuple[int, ...]) -> Tensor:
+    return tensor.reshape(wanted) if _fits(tuple(tensor.shape), wanted) else tensor

@@ -1,0 +1,128 @@
+"""Find a model's tensors under the names that wrappers, libraries and training scripts gave them."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from safemerge_pl.architectures.layers import vision_only
+from safemerge_pl.checkpoints.tensors import Checkpoint
+from safemerge_pl.errors import CheckpointError
+
+__all__ = ["match_names", "names_alike"]
+
+
+def match_names(wanted: Sequence[str], checkpoint: Checkpoint) -> dict[str, str]:
+    """Find each wanted tensor in a checkpoint whose names may carry or lack wrapper and tower prefixes.
+
+    ``_orig_mod.`` and ``module.`` are ignored anywhere; beyond that one prefix on either side may differ
+    (``vision_model.``, ``model.visual.``, ...), the same for all tensors. Nothing is matched partly.
+
+    Args:
+        wanted: names in the pretrained model.
+        checkpoint: the incoming model.
+
+    Returns:
+        wanted name -> name in the checkpoint.
+
+    Raises:
+        CheckpointError: if a tensor is missing, or there are two ways to match.
+
+    Example:
+        >>> import torch
+        >>> from safemerge_pl.checkpoints.tensors import Memory
+        >>> incoming = Memory({"module.encoder.fc1.weight": torch.zeros(1, 1)}, "a mapping")
+        >>> match_names(["vision_model.encoder.fc1.weight"], incoming)
+        {'vision_model.encoder.fc1.weight': 'module.encoder.fc1.weight'}
+    """
+    available: dict[str, str] = {}
+    for name in vision_only(checkpoint):
+        bare = _unwrapped(name)
+        if bare in available:
+            raise CheckpointError(f"{checkpoint.source}: `{available[bare]}` and `{name}` are the same tensor's name.")
+        available[bare] = name
+    for alias, full in [pair for bare, name in available.items() for pair in _aliases(bare, name)]:
+        available.setdefault(alias, full)
+    targets = {name: _unwrapped(name) for name in wanted}
+    best: dict[str, str] = {}
+    for mine, theirs in _prefix_pairs(list(targets.values()), available):
+        matched = {
+            name: available[theirs + bare[len(mine) :]]
+            for name, bare in targets.items()
+            if theirs + bare[len(mine) :] in available
+        }
+        if len(matched) == len(targets) == len(best) and matched != best:
+            raise CheckpointError(
+                f"{checkpoint.source} holds the model twice, as `{next(iter(best.values()))}` and as "
+                f"`{next(iter(matched.values()))}`; give the tensors of one of them."
+            )
+        if len(matched) > len(best):
+            best = matched
+    missing = [name for name in wanted if name not in best]
+    if missing:
+        found = f"; it has, for example, `{next(iter(checkpoint))}`" if not best and len(checkpoint) else ""
+        raise CheckpointError(
+            f"{checkpoint.source} lacks {len(missing)} of {len(wanted)} tensors to merge, first `{missing[0]}`{found}: "
+            "is it a fine-tune of this pretrained model?"
+        )
+    return best
+
+
+def names_alike(matched: Mapping[str, str], others: Iterable[str], checkpoint: Checkpoint) -> dict[str, str]:
+    """Find further tensors under the prefix that an earlier match found; those that are absent are left out.
+
+    Args:
+        matched: what :func:`match_names` gave.
+        others: further names in the pretrained model.
+        checkpoint: the incoming model.
+
+    Example:
+        >>> import torch
+        >>> from safemerge_pl.checkpoints.tensors import Memory
+        >>> incoming = Memory({"model.fc1.weight": torch.zeros(1, 1), "model.fc1.bias": torch.zeros(1)}, "a mapping")
+        >>> names_alike({"fc1.weight": "model.fc1.weight"}, ["fc1.bias", "fc2.bias"], incoming)
+        {'fc1.bias': 'model.fc1.bias'}
+    """
+    available = {_unwrapped(name): name for name in checkpoint}
+    mine, theirs = (_unwrapped(name).split(".") for name in next(iter(matched.items())))
+    same = 0
+    while same < min(len(mine), len(theirs)) and mine[-1 - same] == theirs[-1 - same]:
+        same += 1
+    drop, put = ("".join(f"{part}." for part in names[: len(names) - same]) for names in (mine, theirs))
+    found = {}
+    for name in others:
+        bare = _unwrapped(name)
+        core = put + bare[len(drop) :] if bare.startswith(drop) else bare
+        if core in available:
+            found[name] = available[core]
+    return found
+
+
+def _aliases(bare: str, name: str) -> list[tuple[str, str]]:
+    """The other names of an embedding that several parts of a model share; a file holds one of them, whichever."""
+    match = _SHARED.search(bare)
+    return [(bare[: match.start()] + alias, name) for alias in _SHARED_NAMES] if match else []
+
+
+def _unwrapped(name: str) -> str:
+    """A name without the marks that torch.compile, DDP, FSDP and activation checkpointing leave."""
+    return re.sub(r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
+
+
+_SHARED_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+"""The names that one embedding has in an encoder-decoder such as T5."""
+
+_SHARED = re.compile(r"(?:^|(?<=\.))(?:" + "|".join(map(re.escape, _SHARED_NAMES)) + r")$")
+
+_TOWERS = {"vision_model", "visual", "image_encoder", "model", "backbone", "base_model", "transformer"}
+"""What a wanted name may lack in a checkpoint. Anything else at its start tells layers and towers apart."""
+
+
+def _prefix_pairs(targets: list[str], available: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Pairs (prefix to drop from the wanted names, prefix to put instead) that fit the first wanted name."""
+    first, pairs = targets[0], []
+    for match in re.finditer(r"^|\.", first):
+        mine, core = first[: match.end()], first[match.end() :]
+        if not set(mine.split(".")[:-1]) <= _TOWERS or not all(target.startswith(mine) for target in targets):
+            break
+        theirs = [name[: -len(core)] for name in available if name == core or name.endswith("." + core)]
+        pairs += [(mine, prefix) for prefix in theirs if not mine or not prefix.endswith(mine)]
+    return pairs

@@ -1,0 +1,151 @@
+"""Open any checkpoint lazily: one mapping from tensor name to tensor, whatever it was stored in.
+
+Shapes and dtypes come from headers, tensors are read one at a time, and no code from a checkpoint is ever run.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from safemerge_pl.architectures.layers import vision_only
+from safemerge_pl.checkpoints.adapter import Adapter
+from safemerge_pl.checkpoints.adapter_config import ADAPTER_CONFIG, read_adapter_config
+from safemerge_pl.checkpoints.hub import download
+from safemerge_pl.checkpoints.names import match_names
+from safemerge_pl.checkpoints.pickles import load_pickle, tensors_of
+from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS, read_config, refuse_folder, refuse_impostor, refuse_packed
+from safemerge_pl.checkpoints.tensors import Checkpoint, Memory, Safetensors, fingerprint
+from safemerge_pl.errors import CheckpointError
+
+__all__ = ["Checkpoint", "CheckpointError", "Source", "fingerprint", "match_names", "open_checkpoint"]
+
+Source = Mapping[str, Tensor] | nn.Module | str | Path
+"""What a model can be given as: tensors by name, a module, or a file, folder or hub id."""
+
+_WEIGHT_FILES = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "open_clip_model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+    "open_clip_pytorch_model.bin",
+)
+"""Looked for in a folder in this order: safetensors win over pickles."""
+
+_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def open_checkpoint(source: Source, *, revision: str | None = None) -> Checkpoint:
+    """Open a model given as tensors, module, file, folder or hub id.
+
+    Args:
+        source: a mapping from name to tensor, an ``nn.Module``, the path of a ``.safetensors`` file, of a ``.bin``,
+            ``.pt``, ``.pth`` or ``.ckpt`` file (read with ``weights_only=True``), of a folder that holds weights (one
+            file, or sharded with an index) or a PEFT LoRA adapter, or a hub id ``owner/name`` or
+            ``owner/name@revision``. An existing path wins over a hub id.
+        revision: branch, tag or commit, for a hub id.
+
+    Raises:
+        CheckpointError: if nothing usable is there.
+
+    Example:
+        >>> import torch
+        >>> checkpoint = open_checkpoint({"fc1.weight": torch.zeros(3, 2)})
+        >>> list(checkpoint), checkpoint.shape("fc1.weight")
+        (['fc1.weight'], (3, 2))
+    """
+    if isinstance(source, Checkpoint):
+        return source
+    opened = _open(source, revision)
+    if not isinstance(opened, Adapter):
+        refuse_packed(vision_only(opened), opened.source, read_config(opened.folder))
+    return opened
+
+
+def _open(source: Source, revision: str | None) -> Checkpoint:
+    if isinstance(source, nn.Module):
+        return Memory(source.state_dict(), f"a {type(source).__name__} in memory")
+    if isinstance(source, Mapping):
+        return Memory(tensors_of(source, "a mapping in memory"), "a mapping in memory")
+    path = Path(source).expanduser()
+    if path.name in _ADAPTER_FILES and (path.parent / ADAPTER_CONFIG).exists():
+        return _open_adapter(path.parent, str(source))
+    if not path.exists():
+        path = download(str(source), revision)
+    return _open_folder(path, str(source)) if path.is_dir() else _open_file(path, str(source), None)
+
+
+def _open_folder(folder: Path, source: str) -> Checkpoint:
+    found = [name for name in _WEIGHT_FILES if (folder / name).exists() or (folder / name).is_symlink()]
+    if (folder / ADAPTER_CONFIG).exists():
+        if found:
+            raise CheckpointError(
+                f"{folder} holds a model ({found[0]}) and an adapter; give a folder with one of them."
+            )
+        return _open_adapter(folder, source)
+    if found:
+        opened = _open_file(folder / found[0], source, folder)
+        if found[1:]:
+            opened.notes += (f"{folder} holds {found[0]}, which is read, and {' and '.join(found[1:])}, which is not",)
+        return opened
+    loose = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(loose) == 1:
+        return _open_file(folder / loose[0], source, folder)
+    refuse_folder(folder)
+    raise CheckpointError(f"{folder} holds no weights: expected one of {', '.join(_WEIGHT_FILES)}.")
+
+
+def _open_adapter(folder: Path, source: str) -> Adapter:
+    config = read_adapter_config(folder / ADAPTER_CONFIG)
+    for name in _ADAPTER_FILES:
+        if (folder / name).exists() or (folder / name).is_symlink():
+            return Adapter(_open_file(folder / name, source, folder), config)
+    raise CheckpointError(f"{folder} holds no adapter weights: expected one of {', '.join(_ADAPTER_FILES)}.")
+
+
+def _open_file(path: Path, source: str, folder: Path | None) -> Checkpoint:
+    if path.name.endswith(".index.json"):
+        entries = _read_index(path)
+        shards = [path.parent / name for name in sorted(set(entries.values()))]
+        tensors: dict[str, Tensor] = {}
+        if path.name.endswith(".safetensors.index.json"):
+            opened: Checkpoint = Safetensors(shards, source, folder)
+        else:
+            for shard in shards:
+                tensors |= load_pickle(shard)
+            opened = Memory(tensors, source, folder)
+        absent = [name for name in entries if name not in opened]
+        if absent:
+            raise CheckpointError(f"{path} promises `{absent[0]}`, which is in no shard; fetch the checkpoint again.")
+        extra = [name for name in opened if name not in entries]
+        if extra:
+            opened.notes += (
+                f"the shards of {path} hold {len(extra)} tensors that it does not list, first `{extra[0]}`",
+            )
+        return opened
+    refuse_impostor(path)
+    if path.suffix == ".safetensors":
+        return Safetensors([path], source, folder)
+    if path.suffix in WEIGHT_ENDINGS:
+        return Memory(load_pickle(path), source, folder)
+    raise CheckpointError(f"{path} is not a checkpoint: expected .safetensors, .bin, .pt, .pth or .ckpt.")
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> shard file name of an index, with every missing shard named at once."""
+    try:
+        entries: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = sorted({Path(name).name for name in entries.values() if name})
+        outside = [name for name in entries.values() if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not a shard index ({error}); fetch it again.") from error
+    if outside or not names:
+        raise CheckpointError(f"{index} points outside its folder or nowhere: {(outside or [''])[0]!r}.")
+    present = set(os.listdir(index.parent))  # asking for a name that is no file name may itself fail
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise CheckpointError(f"{index}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
+    return entries

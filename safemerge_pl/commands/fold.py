@@ -1,0 +1,153 @@
+"""The everyday job: fold one more model, or several, into the deployed one."""
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safemerge_pl.checkpoints.differences import Mismatch
+from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
+from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
+from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import MergeMethod
+from safemerge_pl.output.folders import STATE_FILE, check_output
+from safemerge_pl.output.locks import output_lock
+from safemerge_pl.output.saving import require_output
+from safemerge_pl.output.side_files import OutputDtype
+from safemerge_pl.output.weights import parse_size
+
+__all__ = ["fold_once"]
+
+_IN_MEMORY = 4 * 10**9
+"""Bytes of a whole model in float32 up to which its merge is kept in memory."""
+
+
+def fold_once(
+    pretrained: str,
+    incoming: list[str] | str,
+    output: str,
+    merged: str | None = None,
+    method: MergeMethod | None = None,
+    task: list[str] | str | None = None,
+    layers: list[str] | None = None,
+    dtype: OutputDtype = "same",
+    device: str = "cpu",
+    on_mismatch: Mismatch = "error",
+    max_shard_size: int | str = "5GB",
+    copy_code: bool = False,
+    low_memory: bool | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> ContinualMerger:
+    """Fold a fine-tuned model into yesterday's merge (or start one) and write the new merge as a model folder.
+
+    Args:
+        pretrained: the model that all others were fine-tuned from: folder, file or hub id.
+        incoming: the model to fold in: folder, file or hub id; or a list of them, folded in this order and written
+            once, after the last.
+        output: folder to write; new, empty, or an earlier merge, which is replaced in one step.
+        merged: folder of an earlier merge to continue; it may be the output.
+        method: how to merge; by default SAFE-Merge, or the method of the earlier merge with its settings.
+        task: name of the task, or a list of names; by default those of the incoming folders or files.
+        layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
+        dtype: dtype of the written weights; float32 masters are kept beside in any case.
+        device: where the arithmetic runs.
+        on_mismatch: "pretrained" also takes models of another image size or vocabulary, with the pretrained rows.
+        max_shard_size: weights above this size are written in shards, with an index.
+        copy_code: also copy the model's own Python files. They are never run here.
+        low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
+            at a time; by default for models that take more than 4 GB in float32.
+        progress: called now and then with the task, the number of its weights that are merged, and that of all.
+
+    Returns:
+        The merger after the fold; of one in low memory the weights are in the output alone.
+
+    Raises:
+        CheckpointError: if anything does not fit; the output is then as it was.
+    """
+    sources = [incoming] if isinstance(incoming, str) else list(incoming)
+    tasks = _tasks(task, sources)
+    parse_size(max_shard_size)
+    options: dict[str, Any] = {"layers": layers, "device": device, "on_mismatch": on_mismatch}
+    check_output(Path(output), _inputs(pretrained, sources, merged, output))
+    place = Path(output).resolve()
+    with output_lock(place), _opened(pretrained, place, low_memory) as (base, workspace):
+        # the lock holds from reading yesterday's merge to writing today's
+        if workspace is not None:
+            options["workspace"] = workspace
+        if merged is None:
+            if (place / STATE_FILE).exists():
+                raise CheckpointError(
+                    f"the output {output} holds an earlier merge: continue it with --merged {output}, or name a new "
+                    "folder."
+                )
+            merger = ContinualMerger(base, method, **options)
+        else:
+            merger = ContinualMerger.load(merged, base, method=method, **options)
+        require_output(merger, Path(output), dtype=dtype, max_shard_size=max_shard_size)
+        checkpoints = [_fitting(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
+        merger.progress = progress
+        for checkpoint, name in zip(checkpoints, tasks, strict=True):
+            merger.fold(checkpoint, name)
+        merger.save(output, dtype=dtype, max_shard_size=max_shard_size, copy_code=copy_code)
+    merger.progress = None
+    return merger
+
+
+@contextmanager
+def _opened(pretrained: str, output: Path, low_memory: bool | None) -> Iterator[tuple[Checkpoint, Path | None]]:
+    """The pretrained model, and a folder beside the output for a merge that stays out of memory, gone at the end."""
+    base = open_checkpoint(pretrained)
+    if low_memory is None:
+        low_memory = 4 * sum(map(math.prod, base.shapes().values())) > _IN_MEMORY
+    folder = output.with_name(f".{output.name}.work")
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed; nobody else has the lock
+    try:
+        yield base, folder if low_memory else None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fitting(merger: ContinualMerger, source: str, task: str) -> Checkpoint:
+    """Open a model and see from its headers that it can be folded, before the first of several is."""
+    try:
+        return merger.check(source, task, values=False)[1]
+    except CheckpointError as error:
+        raise CheckpointError(f"task '{task}': {error}") from error
+
+
+def _tasks(task: list[str] | str | None, sources: Sequence[str]) -> list[str]:
+    """A name for each incoming model."""
+    if not sources:
+        raise CheckpointError("`incoming` is empty: name at least one model.")
+    names = [_name(source) for source in sources] if task is None else [task] if isinstance(task, str) else list(task)
+    if len(names) != len(sources):
+        raise CheckpointError(f"`task` has {len(names)} names for {len(sources)} incoming models; give one for each.")
+    folded = [name.casefold() for name in names]
+    twice = next((name for name in names if folded.count(name.casefold()) > 1), None)
+    if twice is not None:
+        raise CheckpointError(f"two incoming models have the name '{twice}'; give each its own with --task.")
+    return names
+
+
+def _name(source: str) -> str:
+    """Name of a folder or hub model; of a file without its ending.
+
+    Example:
+        >>> _name("models/vit-b.16"), _name("models/mnist.safetensors"), _name("owner/flags@main")
+        ('vit-b.16', 'mnist', 'flags')
+    """
+    path = Path(source)
+    if path.suffix in WEIGHT_ENDINGS and not path.is_dir():
+        return path.stem
+    name = path.name if path.name.strip(".") else path.resolve().name
+    return name if path.exists() else name.partition("@")[0]  # a revision of the hub
+
+
+def _inputs(pretrained: str, sources: Sequence[str], merged: str | None, output: str) -> tuple[Path, ...]:
+    """Local places that the output must not touch; yesterday's merge may be replaced by today's."""
+    places = [Path(source) for source in (pretrained, *sources)]
+    if merged is not None and Path(merged).resolve() != Path(output).resolve():
+        places.append(Path(merged))
+    return tuple(place for place in places if place.exists())

@@ -1,0 +1,252 @@
+"""One fold: read, merge and collect stack by stack. The merger decides whether the result counts."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from safemerge_pl.architectures.layers import CORE_STACK_ENTRIES, MAX_CORE_ENTRIES, MergeLayer, plan_stacks
+from safemerge_pl.errors import CheckpointError
+from safemerge_pl.folding.processes import Processes
+from safemerge_pl.folding.report import LayerReport, layer_rows
+from safemerge_pl.folding.stacks import LARGE_ENTRIES, Folded, fold_rows, joined, owned, stacked
+from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
+from safemerge_pl.runtime.arithmetic import exact_arithmetic
+from safemerge_pl.runtime.cores import flat_parts, length_of, map_on_cores
+from safemerge_pl.runtime.disk_cache import KeptTensors, surroundings
+
+__all__ = ["Folding"]
+
+WORTH_KEEPING = 2**18
+"""Entries of a matrix from which on a decomposition takes longer than reading a file."""
+
+_Layers = tuple[MergeLayer, ...]
+_Fold = Callable[[Stack], StackResult]
+_Out = TypeVar("_Out")
+
+
+@dataclass
+class Folding:
+    """What one fold needs and what it finds out.
+
+    Attributes:
+        method: how to merge.
+        index: position of the incoming task in the stream, from 1.
+        layers: matrices that are merged in stacks.
+        others: tensors that are merged one by one.
+        pretrained: tensors of the pretrained model by parameter.
+        current: gives a parameter as merged so far, float32.
+        incoming: tensors of the incoming model by its own names.
+        names: parameter -> name in ``incoming``.
+        device: where the arithmetic runs.
+        processes: among which the stacks are shared out.
+        reference: fingerprint of the pretrained layers.
+        told: called with the number of weights that are merged and that of all.
+        caches: what depends on the pretrained model alone, by device and layers of a stack; lives as the stream does.
+        rows: a report a layer.
+        losses: of the inner optimisations, summed over layers: before each step and after the last.
+        solve_seconds: wall time of the inner optimisations.
+        notes: what the user should know.
+    """
+
+    method: MergeMethod
+    index: int
+    layers: list[MergeLayer]
+    others: list[MergeLayer]
+    pretrained: Mapping[str, Tensor]
+    current: Callable[[str], Tensor]
+    incoming: Mapping[str, Tensor]
+    names: Mapping[str, str]
+    device: torch.device
+    processes: Processes
+    reference: str
+    caches: dict[tuple[str, ...], KeptTensors]
+    told: Callable[[int, int], None]
+    rows: dict[str, LayerReport] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    solve_seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.method.concurrent:  # its state must see every stack
+            self.processes = Processes(shared=False)
+
+    def run(self, staged: MutableMapping[str, Tensor]) -> None:
+        """Put the new merged parameters into ``staged``.
+
+        Raises:
+            CheckpointError: naming the layer at which it cannot be done.
+        """
+        done, total = 0, sum(layer.entries for layer in (*self.layers, *self.others))
+        self.told(done, total)
+        self.method.prepare(self.index, self._vectors)
+        for layers, result, rows in self._results():
+            for layer, row, matrix in zip(layers, rows, result.merged, strict=True):
+                if not row.sound:
+                    raise CheckpointError(
+                        f"layer {layer.name}: scores, loss or merged weights are not finite; its task vector (norm "
+                        f"{row.task_norm:.3g}) or `lr` is too large."
+                    )
+                self._place(staged, layer, matrix, alone=len(layers) == 1)
+            done += sum(layer.entries for layer in layers)
+            self.told(done, total)
+            self.rows |= {row.layer: row for row in rows}
+            self.solve_seconds += result.solve_seconds
+            if result.losses is not None:
+                summed = result.losses.double().sum(1).tolist()
+                self.losses = [a + b for a, b in zip(self.losses, summed, strict=True)] if self.losses else summed
+        self._rescale(staged)
+
+    def _place(self, staged: MutableMapping[str, Tensor], layer: MergeLayer, matrix: Tensor, *, alone: bool) -> None:
+        """Put one merged matrix where it belongs; one that is a whole parameter and no part of a stack as it is."""
+        name = layer.parameter
+        if alone and layer.rows is None and not layer.transposed:
+            staged[name] = matrix.to("cpu", torch.float32).contiguous()
+            return
+        if name in staged:
+            whole = staged[name]
+        elif layer.rows is None:
+            whole = torch.empty(layer.shape[::-1] if layer.transposed else layer.shape, dtype=torch.float32)
+        else:  # rows that no layer covers stay as they are
+            whole = self.current(name).clone()
+        layer.view(whole).copy_(matrix)
+        staged[name] = whole
+
+    def _results(self) -> Iterator[tuple[_Layers, StackResult, list[LayerReport]]]:
+        """Fold stack by stack, several at a time where there are cores or processes for them."""
+        for batch, on_cores in self._batches(self._plan(), self.processes.count):
+            mine = self.processes.mine(batch)
+            found = self.processes.agree(functools.partial(self._fold_batch, self.method.fold_stack, mine, on_cores))
+            shapes = [(len(layers), *layers[0].shape) for layers in batch]
+            results = self.processes.exchange(found, shapes, self.device)
+            longest = max(result.solve_seconds for result, _ in results)  # they ran side by side
+            results = [(replace(result, solve_seconds=longest / len(results)), rows) for result, rows in results]
+            yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
+        for batch, on_cores in self._batches([(layer,) for layer in self.others]):
+            results = self._fold_rest(batch, on_cores)
+            yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
+
+    @property
+    def _side_by_side(self) -> bool:
+        return self.device.type == "cpu" and self.method.concurrent
+
+    def _plan(self) -> list[_Layers]:
+        return plan_stacks(self.layers, CORE_STACK_ENTRIES) if self._side_by_side else plan_stacks(self.layers)
+
+    def _batches(self, plan: Sequence[_Layers], size: int = 1) -> Iterator[tuple[list[_Layers], bool]]:
+        """Stacks that are folded at the same time, ``size`` or more, and whether each gets a core to itself.
+
+        What is in a stack depends on shapes, method and kind of device only, never on the number of cores or processes.
+        """
+        for small, group in itertools.groupby(plan, lambda stack: stack[0].entries <= MAX_CORE_ENTRIES):
+            stacks, on_cores = list(group), small and self._side_by_side
+            step = size * self.processes.threads if on_cores else size
+            yield from ((stacks[start : start + step], on_cores) for start in range(0, len(stacks), step))
+
+    def _fold_batch(self, method: _Fold, batch: list[_Layers], on_cores: bool) -> list[Folded]:
+        def fold(layers: _Layers) -> Folded:
+            return self._fold(method, layers, self.device)
+
+        return list(map_on_cores(fold, batch) if on_cores else map(fold, batch))
+
+    def _fold(self, method: _Fold, layers: _Layers, device: torch.device) -> Folded:
+        """Fold one stack; where the device's memory runs out, half of it at a time, and single layers on the CPU."""
+        found = self._attempt(method, layers, device)
+        if found is not None:
+            return found
+        self.caches.pop(_place_of_cache(layers, device), None)
+        if len(layers) > 1:
+            half = len(layers) // 2
+            return joined([self._fold(method, part, device) for part in (layers[:half], layers[half:])])
+        self.notes.append(f"layer {layers[0].name} was folded on the CPU: the memory of {device} ran out")
+        return self._fold(method, layers, torch.device("cpu"))
+
+    def _attempt(self, method: _Fold, layers: _Layers, device: torch.device) -> Folded | None:
+        """Fold one stack; ``None`` where there is not enough memory. Other failures name the layers."""
+        try:
+            with exact_arithmetic(device), _naming(layers):  # the switches are a thread's own
+                stack = self._read_stack(layers, device)
+                result = owned(method(stack), stack)
+                return result, layer_rows(stack, result)
+        except torch.OutOfMemoryError as error:
+            if len(layers) == 1 and device.type == "cpu":
+                raise CheckpointError(f"layer {layers[0].name}: {error}") from error
+        return None  # outside of the handler, which keeps the tensors of the failed attempt alive
+
+    def _fold_rest(self, batch: list[_Layers], on_cores: bool) -> list[Folded]:
+        """Tensors outside of stacks; a large one, which takes room several times, a few rows at a time if it may be."""
+        (layer,) = batch[0]
+        large = len(batch) == 1 and layer.entries > LARGE_ENTRIES  # several at once are small
+        if not (large and self.method.elementwise):
+            return self._fold_batch(self.method.fold_rest, batch, on_cores)
+        with _naming(batch[0]):
+            return [fold_rows(self.method.fold_rest, layer.name, self.index, self._read(layer), self.device)]
+
+    def _vectors(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out]) -> Iterator[_Out]:
+        """See :class:`Vectors`."""
+
+        def read_and_look(layers: _Layers) -> _Out:
+            parts = zip(*(flat_parts(tensor, self.device) for tensor in self._read(layers[0])), strict=True)
+            there = (tuple(part.to(self.device).float() for part in triple) for triple in parts)
+            return look((merged - base, incoming - base) for base, merged, incoming in there)
+
+        for batch, on_cores in self._batches([(layer,) for layer in (*self.layers, *self.others)]):
+            yield from (map_on_cores if on_cores else map)(read_and_look, batch)
+
+    def _read_stack(self, layers: _Layers, device: torch.device) -> Stack:
+        """A stack on a device, with what is known of its pretrained weights."""
+        parts = zip(*map(self._read, layers), strict=True)
+        theta_0, merged, theta_t = (stacked(list(matrices)).to(device) for matrices in parts)
+        names = tuple(layer.name for layer in layers)
+        return Stack(names, self.index, theta_0, merged, theta_t, self._cache(layers, device))
+
+    def _read(self, layer: MergeLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's pretrained, merged and incoming weights, as they are stored."""
+        base, new = self.pretrained[layer.parameter], self.incoming[self.names[layer.parameter]]
+        if new.dtype != base.dtype and torch.equal(base.to(new.dtype), new):
+            new = base  # the pretrained tensor, stored in fewer bits: rounding is not a task
+        return layer.view(base), layer.view(self.current(layer.parameter)), layer.view(new)
+
+    def _cache(self, layers: _Layers, device: torch.device) -> KeptTensors:
+        """What depends on the pretrained weights of a stack alone; that of large matrices also for the next stream."""
+        place = _place_of_cache(layers, device)
+        if place not in self.caches:
+            origin = [self.reference, type(self.method).__qualname__, *place[1:], *surroundings(device)]
+            self.caches[place] = KeptTensors(origin if layers[0].entries >= WORTH_KEEPING else None, device)
+        return self.caches[place]
+
+    def _length(self, staged: Mapping[str, Tensor], name: str) -> float:
+        parts = zip(*map(flat_parts, (staged[name], self.pretrained[name])), strict=True)
+        return length_of(merged - base.float() for merged, base in parts)
+
+    def _rescale(self, staged: MutableMapping[str, Tensor]) -> None:
+        """Apply the method's factor to the accumulated vectors."""
+        if type(self.method).rescale is MergeMethod.rescale:
+            return
+        names = list(staged)
+        norm = math.hypot(*map_on_cores(lambda name: self._length(staged, name), names))
+        factor = self.method.rescale(norm)
+        for name in names if factor != 1.0 else ():
+            base = self.pretrained[name].float()
+            staged[name] = staged[name].sub_(base).mul_(factor).add_(base)
+
+
+@contextmanager
+def _naming(layers: _Layers) -> Iterator[None]:
+    """Failures of what is done inside name the layers, but for a lack of memory."""
+    try:
+        yield
+    except (CheckpointError, torch.OutOfMemoryError):
+        raise
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"layers {layers[0].name} to {layers[-1].name}: {error}") from error
+
+
+def _place_of_cache(layers: _Layers, device: torch.device) -> tuple[str, ...]:
+    return (device.type, *(layer.name for layer in layers))

@@ -1,0 +1,1 @@
+"""Linear algebra and optimisation on stacks of matrices."""

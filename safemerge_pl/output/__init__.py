@@ -1,0 +1,1 @@
+"""A merged model as a complete folder."""

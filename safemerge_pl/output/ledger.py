@@ -1,0 +1,79 @@
+"""The ledger of an output: one line of strict JSON a fold, never rewritten."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from safemerge_pl.checkpoints.open import Checkpoint
+from safemerge_pl.folding.report import FoldReport
+
+__all__ = ["LEDGER_FILE", "continued", "ledger_line", "provenance", "read_ledger"]
+
+LEDGER_FILE = "merge_ledger.jsonl"
+
+
+def ledger_line(report: FoldReport, method: str, settings: dict[str, Any]) -> str:
+    """One fold, without its line break: what was folded from where, how, with which result, and when (UTC)."""
+    entry = {
+        "time": report.time,
+        "version": report.version,
+        "index": report.index,
+        "task": report.task,
+        "source": report.source,
+        "path": report.path,
+        "revision": report.revision,
+        "incoming": report.incoming,
+        "merged": report.merged,
+        "method": method,
+        "settings": settings,
+        "kept_fraction": report.kept_fraction,
+        "loss_first": report.losses[0] if report.losses else None,
+        "loss_last": report.losses[-1] if report.losses else None,
+        "seconds": report.seconds,
+        "notes": list(report.notes),
+    }
+    return json.dumps(entry, allow_nan=False)
+
+
+def provenance(checkpoint: Checkpoint) -> dict[str, str | None]:
+    """Where a model lay (resolved), its commit if it came from the hub, the time, and this package's version."""
+    from safemerge_pl import __version__
+
+    place = checkpoint.folder or Path(checkpoint.source)
+    known = checkpoint.folder is not None or place.exists()
+    return {
+        "path": str(place.resolve()) if known else None,
+        "revision": place.name if place.parent.name == "snapshots" else None,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "version": __version__,
+    }
+
+
+def read_ledger(folder: Path) -> list[str]:
+    """The lines of an output's ledger as they stand there; none if it has no ledger."""
+    path = folder / LEDGER_FILE
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def continued(earlier: Sequence[str], lines: Sequence[str]) -> list[str]:
+    """Earlier lines verbatim, as far as they tell of the same folds, and new ones for the rest.
+
+    Example:
+        >>> old = ['{"index": 1, "merged": "a", "note": "by hand"}']
+        >>> continued(old, ['{"index": 1, "merged": "a"}', '{"index": 2, "merged": "b"}'])
+        ['{"index": 1, "merged": "a", "note": "by hand"}', '{"index": 2, "merged": "b"}']
+    """
+    pairs = itertools.takewhile(lambda pair: _fold(pair[0]) == _fold(pair[1]), zip(earlier, lines, strict=False))
+    kept = [old for old, _ in pairs]
+    return [*kept, *lines[len(kept) :]]
+
+
+def _fold(line: str) -> tuple[Any, Any] | None:
+    try:
+        entry = json.loads(line)
+        return entry["index"], entry["merged"]
+    except (ValueError, KeyError, TypeError):
+        return None

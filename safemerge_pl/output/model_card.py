@@ -1,0 +1,97 @@
+"""README.md of an output: what was merged from what, how, and how to load it."""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safemerge_pl.checkpoints.open import Checkpoint
+from safemerge_pl.reports.stream import environment
+
+if TYPE_CHECKING:
+    from safemerge_pl.merger import ContinualMerger
+
+__all__ = ["model_card"]
+
+_USE = {
+    "transformers": "`AutoModel.from_pretrained(folder)` (or the model's own class) loads it.",
+    "open_clip": "`open_clip.create_model_and_transforms('local-dir:' + folder)` loads it.",
+}
+
+
+def model_card(
+    merger: "ContinualMerger", state: dict[str, Any], base: Checkpoint, dtype: str, notes: Sequence[str]
+) -> str:
+    """The model card, with the front matter that the hub reads.
+
+    ``base_model`` is given where the base came from the hub; a local path means nothing to other readers.
+
+    Args:
+        merger: what was merged.
+        state: its state.
+        base: the model whose files complete the output.
+        dtype: of the stored weights.
+        notes: what the output lacks.
+    """
+    from huggingface_hub import ModelCardData
+
+    library = _library(base.folder)
+    front = ModelCardData(
+        base_model=_hub_id(base.source),
+        library_name=library,
+        tags=["merge", "continual-learning", "safemerge_pl"],
+    )
+    method, settings = merger.method.label, merger.method.settings()
+    rows = [
+        f"| {r.index} | {_cell(r.task)} | `{_cell(r.source)}` | {r.revision or ''} | `{r.incoming[:16]}` "
+        f"| `{r.merged[:16]}` | {r.kept_fraction:.1%} | {r.time or ''} |"
+        for r in merger.reports
+    ]
+    lines = [
+        "---",
+        front.to_yaml(),
+        "---",
+        "",
+        "# Merged model",
+        "",
+        f"`{base.source}` with {len(rows)} fine-tuned model{'' if len(rows) == 1 else 's'} merged into it, one after "
+        f"another and without data, by safemerge_pl with {method}. Weights are stored "
+        f"{'in the dtype of the base' if dtype == 'same' else f'as {dtype}'}. {_USE.get(library or '', '')}",
+        "",
+        "Float32 masters and the state to continue from lie beside: `ContinualMerger.load(folder, pretrained)`, or "
+        "`safemerge fold --merged folder`. `merge_ledger.jsonl` has a line a fold.",
+        "",
+        "| # | task | incoming model | revision | SHA-256 of its layers | of the merged layers after it | kept | UTC |",
+        "|---:|---|---|---|---|---|---:|---|",
+        *rows,
+        "",
+        f"Merged layers: `{state['merged']}`. Pretrained layers: `{merger.reference}`.",
+        "",
+        f"- settings: {', '.join(f'{key}={value}' for key, value in settings.items()) or 'none'}",
+        f"- command: `{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`",
+        "- " + ", ".join(f"{key} {value}" for key, value in environment().items()),
+        *(f"- note: {note}" for note in notes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _library(folder: Path | None) -> str | None:
+    """Name of the library whose configuration the base has."""
+    if folder is None:
+        return None
+    if (folder / "config.json").exists():
+        return "transformers"
+    return "open_clip" if (folder / "open_clip_config.json").exists() else None
+
+
+def _hub_id(source: str) -> str | None:
+    """The base's name on the hub, without its revision."""
+    found = re.fullmatch(r"([\w.-]+/[\w.-]+)(@[\w./-]+)?", source)
+    return found[1] if found and not Path(source).exists() else None
+
+
+def _cell(text: str) -> str:
+    """Text that does not break a table."""
+    return " ".join(text.split()).replace("|", "\\|")

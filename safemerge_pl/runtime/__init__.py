@@ -1,0 +1,1 @@
+"""The machine: cores, exact arithmetic, memory, and files that are kept."""

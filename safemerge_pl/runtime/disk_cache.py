@@ -1,0 +1,116 @@
+"""Results that take long, kept on disk from one run to the next: each in a file of its own under a hash of its inputs.
+
+A damaged or unreadable file is as good as none, and where nothing can be written nothing is kept.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from safemerge_pl.reports.stream import write_bytes
+
+__all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor", "surroundings"]
+
+
+def cache_folder() -> Path | None:
+    """Where results are kept: ``SAFEMERGE_CACHE``, or the user's cache; ``None`` if it is set empty."""
+    place = os.environ.get("SAFEMERGE_CACHE")
+    if place is None:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "safemerge_pl"
+    return Path(place).expanduser() if place else None
+
+
+def kept_file(kind: str, inputs: object, ending: str = "safetensors") -> Path | None:
+    """The file of a result; ``None`` where nothing is to be kept.
+
+    Args:
+        kind: sub-folder.
+        inputs: everything that the result depends on, as plain values.
+        ending: of the file's name.
+
+    Example:
+        >>> kept_file("heads", ["a cat", "a dog"]) == kept_file("heads", ["a cat", "a dog"])
+        True
+    """
+    folder, content = cache_folder(), json.dumps(inputs)
+    return folder and folder / kind / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.{ending}"
+
+
+def kept_tensor(file: Path | None) -> Tensor | None:
+    """What was kept in a file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if file is None:
+        return None
+    try:
+        return load_file(file)["tensor"]
+    except (OSError, SafetensorError, KeyError):
+        return None
+
+
+def keep_tensor(file: Path | None, tensor: Tensor) -> None:
+    """Keep a tensor."""
+    from safetensors.torch import save
+
+    if file is not None:
+        with suppress(OSError):
+            write_bytes(file, save({"tensor": tensor.contiguous().cpu()}))
+
+
+def surroundings(device: torch.device) -> list[str]:
+    """What the bits of a result may depend on beside its inputs."""
+    from safemerge_pl import __version__
+
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return [kind, torch.__version__, __version__]
+
+
+class KeptTensors(MutableMapping[str, Tensor]):
+    """Tensors by name in memory and in files; one that is only in a file is read when it is asked for.
+
+    Args:
+        inputs: what all of them depend on, as plain values; ``None`` to leave files alone.
+        device: where the tensors belong.
+
+    Example:
+        >>> tensors = KeptTensors(None, torch.device("cpu"))
+        >>> tensors["basis"] = torch.ones(2)
+        >>> "basis" in tensors, "another" in tensors
+        (True, False)
+    """
+
+    def __init__(self, inputs: object, device: torch.device) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._inputs, self._device = inputs, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            kept = kept_tensor(self._file(name))
+            if kept is None:
+                raise KeyError(name)
+            self._tensors[name] = kept.to(self._device)
+        return self._tensors[name]
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self._tensors[name] = tensor
+        keep_tensor(self._file(name), tensor)
+
+    def __delitem__(self, name: str) -> None:
+        del self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of what is in memory."""
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def _file(self, name: str) -> Path | None:
+        return None if self._inputs is None else kept_file("bases", [self._inputs, name])

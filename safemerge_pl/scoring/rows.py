@@ -1,0 +1,103 @@
+"""Rows of a table: what one model scores on every set, and the two rows that every merge is read against."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from safemerge_pl.checkpoints.open import Source
+from safemerge_pl.data.module import StreamDataModule
+from safemerge_pl.scoring.scorer import Scorer, expert_weights, swapped_weights
+
+__all__ = ["Row", "individual_row", "require_published", "score_row", "summarise"]
+
+Row = dict[str, Any]
+"""``ACC``, ``Gen`` and ``H`` where defined, and ``accuracies`` by set; plain values."""
+
+
+def score_row(scorer: Scorer) -> Row:
+    """The weights in place on all tasks and control sets of the data."""
+    data = scorer.data
+    return _row({name: scorer.score(name) for name in (*data.stream, *data.controls)}, data)
+
+
+def individual_row(
+    scorer: Scorer,
+    tower: nn.Module,
+    sources: Mapping[str, Source],
+    told: Callable[[str, Row], None] = lambda *_: None,
+    pretrained: Source | None = None,
+) -> Row:
+    """Each expert on its own task, and the experts' mean on every control set (METHODS 12).
+
+    Args:
+        scorer: of the backbone that holds ``tower``.
+        tower: gets each expert's weights for a while.
+        sources: the expert of each task.
+        told: called after each expert with its task and row.
+        pretrained: what adapters are put on; the tower itself, if it holds the pretrained weights.
+    """
+    data = scorer.data
+    own: dict[str, float] = {}
+    controls: dict[str, list[float]] = {name: [] for name in data.controls}
+    for task, source in sources.items():
+        with swapped_weights(tower, expert_weights(tower, source, pretrained)):
+            scores = {name: scorer.score(name) for name in (task, *data.controls)}
+        own[task] = scores[task]
+        for name in data.controls:
+            controls[name].append(scores[name])
+        told(task, {"acc": own[task], **summarise([], [scores[name] for name in data.controls])})
+    return _row({**own, **{name: sum(values) / len(values) for name, values in controls.items()}}, data)
+
+
+def summarise(tasks: Sequence[float], controls: Sequence[float]) -> dict[str, float]:
+    """ACC, Gen. and H of one model that was scored on everything.
+
+    Example:
+        >>> summarise([0.5, 1.0], [0.25, 0.5])
+        {'ACC': 0.75, 'Gen': 0.375, 'H': 0.5}
+    """
+    scores = {}
+    if tasks:
+        scores["ACC"] = sum(tasks) / len(tasks)
+    if controls:
+        scores["Gen"] = sum(controls) / len(controls)
+    if tasks and controls:
+        acc, gen = scores["ACC"], scores["Gen"]
+        scores["H"] = 2 * acc * gen / (acc + gen) if min(acc, gen) > 0 else 0.0
+    return scores
+
+
+def require_published(data: StreamDataModule, kind: str, found: Mapping[str, float], within: float | None) -> None:
+    """Compare scores with the published ones, a test of model, data and prompts at once.
+
+    Args:
+        data: knows the published scores.
+        kind: ``"pretrained"`` or ``"individual"``, whose scores they are.
+        found: score by set; sets without a published score pass.
+        within: how far a score may be off, a share; ``None`` compares nothing.
+
+    Raises:
+        MisconfigurationException: with every score that is further off, or if no score is published.
+    """
+    if within is None:
+        return
+    published = data.expected.get(kind, {})
+    if not published:
+        raise MisconfigurationException(
+            f"`assert_scores` is set, but {type(data).__name__} knows no published scores as it is set up."
+        )
+    far = [name for name in found if abs(found[name] - published.get(name, found[name])) > within]
+    if far:
+        scores = "; ".join(f"{name} {100 * found[name]:.2f}, published {100 * published[name]:.2f}" for name in far)
+        raise MisconfigurationException(
+            f"the {'experts' if kind == 'individual' else 'pretrained model'} should score within {100 * within:g} "
+            f"points of the published numbers, but: {scores}. Model, data or prompts are others; without "
+            "`assert_scores` the run goes on."
+        )
+
+
+def _row(accuracies: dict[str, float], data: StreamDataModule) -> Row:
+    tasks, controls = [accuracies[name] for name in data.stream], [accuracies[name] for name in data.controls]
+    return {**summarise(tasks, controls), "accuracies": accuracies}
