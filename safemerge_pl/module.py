@@ -35,7 +35,7 @@ class ContinualMergeModule(L.LightningModule):
     Example:
         >>> module = ContinualMergeModule()
         >>> module.hparams.backbone["class_path"]
-        'safemerge_pl.backbones.base.CLIPBackbone'
+        'safemerge_pl.backbones.CLIPBackbone'
     """
 
     def __init__(self, backbone: Backbone | dict[str, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Small real inputs for the tests: the embedded zoo, cut to a few images a set."""
+"""Fixtures: small real inputs, a quiet trainer."""
 
 import os
 
@@ -12,27 +12,12 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
+from small import CONTROLS, RANKS, TASKS, SmallZoo
 
 from safemerge_pl.callbacks import SAFEMergeCallback
-from safemerge_pl.data import ImageSet, ZooData
 from safemerge_pl.module import ContinualMergeModule
 
 collect_ignore = ["killed.py"]  # a program that tests start, no module
-
-TASKS = ["font_category", "weather", "mnist"]
-CONTROLS = ["clipart_category"]
-RANKS: dict[str, Any] = {"scoring_rank": 21, "recovery_rank": 11, "task_rank": 2, "num_steps": 5}
-
-
-class SmallZoo(ZooData):
-    """The zoo with the first ``rows`` images of every set."""
-
-    rows_kept = 40
-
-    def load_set(self, name: str) -> ImageSet:
-        whole = super().load_set(name)
-        return ImageSet(name, whole.rows.select(range(self.rows_kept)), whole.classes, whole.templates)
 
 
 @pytest.fixture
@@ -74,8 +59,3 @@ def merge_callback() -> Callable[..., SAFEMergeCallback]:
 @pytest.fixture
 def module() -> ContinualMergeModule:
     return ContinualMergeModule()
-
-
-def tower(module: L.LightningModule) -> dict[str, torch.Tensor]:
-    """Copies of the merged tower's tensors."""
-    return {name: tensor.clone() for name, tensor in module.backbone.vision_model.state_dict().items()}  # type: ignore[union-attr]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CONTROLS, RANKS, TASKS, SmallZoo
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from small import CONTROLS, RANKS, TASKS, SmallZoo
 
 from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.checkpoints import CheckpointError

@@ -232,7 +232,9 @@ def model_folder(pretrained: str, revision: str | None, kind: str) -> Path:
 def backbone_spec(backbone: Backbone, **init_args: Any) -> dict[str, Any]:
     """What :meth:`Backbone.spec` returns for a class and its arguments."""
     kind = type(backbone)
-    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": init_args}
+    public = kind.__module__.startswith("safemerge_pl.backbones.")  # files inside of the room may move
+    module = "safemerge_pl.backbones" if public else kind.__module__
+    return {"class_path": f"{module}.{kind.__qualname__}", "init_args": init_args}
 
 
 @contextmanager

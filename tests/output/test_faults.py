@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import tiny
 from faults import FULL, failing
+from folders import beside, clip_folder
 from safetensors.torch import load_file
-from test_folders import beside, clip_folder
 from tiny import assert_same, folded, fresh, tower, tuned
 
 from safemerge_pl.checkpoints import CheckpointError
@@ -340,8 +340,8 @@ def test_killed_at_any_moment_and_gone_on(mode: str, tmp_path: Path) -> None:
         clip = tiny.hf_clip()
         clip.load_state_dict(tuned(clip.state_dict(), seed))
         clip.half().save_pretrained(tmp_path / f"task{seed}")
-    command = [sys.executable, str(Path(__file__).with_name("killed.py")), mode, str(tmp_path)]
-    path = os.pathsep.join([str(Path(folders.__file__).parent.parent), str(Path(__file__).parent)])
+    command = [sys.executable, str(Path(__file__).parent.with_name("killed.py")), mode, str(tmp_path)]
+    path = os.pathsep.join([str(Path(folders.__file__).parents[2]), str(Path(__file__).parent.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]

@@ -8,9 +8,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from event_files import scalars
 from lightning.pytorch.loggers import TensorBoardLogger
 from loops import EPOCHS, TASKS, Classifier, Tasks, Watch, batches, encoder, live
-from test_callbacks import scalars
 
 from safemerge_pl.callbacks import MergedModelWriter, StreamProgress, StreamReport
 from safemerge_pl.merger import ContinualMerger

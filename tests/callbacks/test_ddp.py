@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import QUICK, environment, safemerge
+from command_line import QUICK, environment, safemerge
 
 TWO = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
 
@@ -29,7 +29,7 @@ def test_torchrun_and_fabric_equal_one_process(tmp_path: Path) -> None:
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
         "fabric": [str(Path(sys.executable).with_name("fabric")), "run", "--devices", "2", "--accelerator", "cpu"],
     }
-    script = Path(__file__).parent.parent / "safemerge_pl" / "cli.py"
+    script = Path(__file__).parent.parent.parent / "safemerge_pl" / "cli.py"
     for name, launcher in launchers.items():
         cwd = tmp_path / name
         cwd.mkdir()

@@ -9,11 +9,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from conftest import RANKS, TASKS, tower
+from event_files import scalars
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from safetensors.torch import load_file, save_file
+from small import RANKS, TASKS, tower
 
 import callbacks as alias
 import safemerge_pl.callbacks as ours
@@ -434,16 +435,6 @@ def test_a_disk_without_room_is_refused_before_the_stream(
         trainer.fit(ContinualMergeModule(), small_data())
     assert merge.tasks == []
     assert not (tmp_path / "merged").exists()
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]} | {
-        tag: [] for tag in events.Tags()["images"]
-    }
 
 
 def test_tensorboard_shows_the_stream(

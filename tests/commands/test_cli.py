@@ -1,7 +1,6 @@
 """The command line as a person uses it: in a process of its own, reading what it prints."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import QUICK, environment, safemerge
 
 from safemerge_pl.cli import config_folder, resolve_configs
 
@@ -18,18 +18,6 @@ NAMES = sorted(path.name for path in config_folder().glob("*.yaml"))
 CONFIGS = [name for name in NAMES if not name.startswith(("study", "clip"))]  # the latter: test_benchmark_data.py
 OFFLINE = [name for name in CONFIGS if "pretrained: zoo" in (config_folder() / name).read_text()]
 STUDIES = [name for name in NAMES if name.startswith("study")]
-QUICK = ["--references.enabled", "false", "--data.init_args.controls", "[clipart_category]"]
-QUICK += ["--data.init_args.tasks", "[font_category,weather]", "--trainer.callbacks.init_args.num_steps", "2"]
-
-
-def environment() -> dict[str, str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("LT_", "WORLD_SIZE", "LOCAL_RANK"))}
-    return {**clean, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "default", "COLUMNS": "200"}
-
-
-def safemerge(*args: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "safemerge_pl", *args]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
 
 
 def report(folder: Path) -> dict[str, Any]:

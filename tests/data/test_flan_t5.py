@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from test_cli import environment
+from command_line import environment
 from tiny_text import ABOUT, KNOWN, examples, glue, noisy, save_t5, t5, train, weights, write_glue
 from torch import nn
 

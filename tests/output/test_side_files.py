@@ -11,8 +11,8 @@ import pytest
 import tiny
 import torch
 import yaml
+from folders import clip_folder
 from safetensors.torch import save_file
-from test_folders import clip_folder
 from tiny import folded, fresh, tower, tuned
 
 from safemerge_pl import __version__

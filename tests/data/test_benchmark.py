@@ -11,9 +11,9 @@ import datasets
 import pytest
 import torch
 import yaml
-from conftest import RANKS
+from command_line import environment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from test_cli import environment
+from small import RANKS
 from tiny_hub import write_clip, write_expert, write_hub, write_set
 
 from safemerge_pl.backbones import CLIPBackbone

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from folders import beside, clip_folder, loading_info
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import FC1, Add, Tensors, as_file, assert_same, copied, folded, fresh, tower, tuned
@@ -24,12 +25,6 @@ from safemerge_pl.output.folders import STATE_FILE
 from safemerge_pl.output.ledger import LEDGER_FILE
 from safemerge_pl.output.saving import MASTER_FILE
 from safemerge_pl.zoo import FILES
-
-
-def beside(path: Path) -> list[str]:
-    """Everything that lies beside a folder: nothing may be left behind there."""
-    return sorted(entry.name for entry in path.parent.iterdir() if entry != path)
-
 
 # tied and strided tensors
 
@@ -114,20 +109,6 @@ def test_tensors_that_are_not_contiguous_are_folded_and_saved(where: str, tmp_pa
 def headers(file: Path) -> dict[str, str]:
     with safe_open(file, framework="pt") as handle:
         return {name: handle.get_slice(name).get_dtype() for name in handle.keys()}  # noqa: SIM118
-
-
-def loading_info(kind: Any, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    with tiny.seeded():
-        model, info = kind.from_pretrained(folder, output_loading_info=True, local_files_only=True)
-    return model, info
-
-
-def clip_folder(path: Path, kind: str = "clip") -> Path:
-    """A folder as transformers writes it, float16, with a tokenizer's file beside."""
-    model = (tiny.hf_clip() if kind == "clip" else tiny.hf_vision()).half()
-    model.save_pretrained(path)
-    (path / "tokenizer.json").write_text('{"made": "up"}')
-    return path
 
 
 def test_a_merged_clip_loads_whole_and_alone(tmp_path: Path) -> None:

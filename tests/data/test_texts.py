@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from conftest import SmallZoo
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file, save_file
+from small import SmallZoo
 from tiny_text import ABOUT, examples, glue, noisy, save_t5, t5, table, tokenizer, weights, write_glue
 from torch import Tensor, nn
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from folders import clip_folder, loading_info
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_folders import clip_folder, loading_info
 from tiny import Tensors, assert_same, folded, fresh, tower, tuned
 from torch import nn
 

@@ -8,8 +8,8 @@ from typing import Any
 import open_clip
 import pytest
 import torch
-from conftest import CONTROLS, RANKS, SmallZoo
 from safetensors.torch import load_file, save_file
+from small import CONTROLS, RANKS, SmallZoo
 from tiny import folder_of, seeded, tuned
 from torch import Tensor
 

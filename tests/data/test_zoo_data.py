@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SmallZoo
+from small import SmallZoo
 from torch.nn.functional import normalize
 
 from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.backbones.heads import zero_shot_head
 from safemerge_pl.checkpoints import CheckpointError, match_names, open_checkpoint
-from safemerge_pl.data import ExactShard, ZooData
+from safemerge_pl.data.module import ExactShard, ZooData
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.zoo import Zoo
 
