@@ -10,7 +10,8 @@ measures keep the columns apart:
 - **Short filters.** Chebyshev polynomials of ``H`` that stay below 1 on the unwanted eigenvalues (Zhou, Saad, Tiago and
   Chelikowsky 2006), as long as their growth allows, and Cholesky QR between them.
 
-Rayleigh and Ritz then give eigenvalues and vectors, and :func:`is_certain` says of which matrices they are proved.
+Rayleigh and Ritz then give eigenvalues and vectors, and :func:`is_certain` says of which matrices they are proved. The
+small eigenproblems of this go to the CPU's cores, because cuSOLVER takes the matrices of a stack one after another.
 """
 
 import math
@@ -19,7 +20,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["is_certain", "leading_eigenvectors"]
+from safemerge_pl.runtime.cores import map_on_cores
+
+__all__ = ["decompose_on_cores", "is_certain", "leading_eigenvectors"]
 
 ANGLE = 1e-6
 """Largest angle to the exact leading space; single precision resolves less."""
@@ -68,7 +71,8 @@ def leading_eigenvectors(gram: Tensor, rank: int, floor: float = 1e-12) -> tuple
     if block >= size or not count:
         return _decompose(gram, rank)
     basis = _start(gram, block)
-    values = torch.linalg.eigvalsh(basis.mT @ (gram @ basis)).flip(-1)
+    small = (basis.mT @ (gram @ basis)).cpu()
+    values = torch.stack(list(map_on_cores(torch.linalg.eigvalsh, list(small)))).flip(-1).to(gram.device)
     flat, scale = _flatten(gram, values[:, 0], _last_wanted(values, rank, floor))
     found_values, found = gram.new_empty(count, rank), gram.new_empty(count, size, rank)
     places = torch.arange(count, device=gram.device)  # in the stack, of what is still to be settled
@@ -119,8 +123,23 @@ def is_certain(gram: Tensor, values: Tensor, vectors: Tensor, images: Tensor, ra
     rest.diagonal(dim1=1, dim2=2).add_(middle)
     whole = torch.linalg.cholesky_ex(rest).info == 0
     close = missed <= ANGLE * (last - middle)[:, 0]
+    apart = leading.mT @ leading
+    apart.diagonal(dim1=1, dim2=2).sub_(1)
+    orthonormal = apart.flatten(1).norm(dim=1) <= ANGLE / 1000
     nothing = gram.diagonal(dim1=1, dim2=2).sum(1) == 0  # a zero matrix has no leading directions to miss
-    return nothing | (whole & close & (number[:, 0] > 0))
+    return orthonormal & (nothing | (whole & close & (number[:, 0] > 0)))
+
+
+def decompose_on_cores(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """``torch.linalg.eigh`` of each of many small matrices ``(L, n, n)`` on the CPU, one a core.
+
+    Example:
+        >>> decompose_on_cores(torch.diag(torch.tensor([3.0, 2.0]))[None])[0].tolist()
+        [[2.0, 3.0]]
+    """
+    parts = list(map_on_cores(torch.linalg.eigh, list(matrices.cpu())))
+    values, vectors = (torch.stack(part).to(matrices.device) for part in zip(*parts, strict=True))
+    return values, vectors
 
 
 def _decompose(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -149,8 +168,10 @@ def _start(gram: Tensor, block: int) -> Tensor:
 def _orthonormalize(columns: Tensor) -> Tensor:
     """One step of Cholesky QR; a second one makes up for the rounding of the first."""
     columns = columns / columns.norm(dim=1, keepdim=True)
-    factor = torch.linalg.cholesky_ex(columns.mT @ columns).L
-    return torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
+    factor, failed = torch.linalg.cholesky_ex(columns.mT @ columns)
+    eye = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
+    factor = torch.where((failed == 0)[:, None, None], factor, eye)  # such columns fail the proof; others must not
+    return columns @ torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT
 
 
 def _last_wanted(values: Tensor, rank: int, floor: float) -> Tensor:
@@ -182,10 +203,12 @@ def _filter(flat: Tensor, basis: Tensor, values: Tensor, rank: int) -> Tensor:
     growth, gain = (float(x) for x in _rates(values, edge[:, 0, 0], rank))
     degree = max(2, min(12, int(math.log(2 * _GROWTH) / growth)))
     segments = max(1, min(6, math.ceil(-math.log(_DAMPING) / (gain * degree))))
+    doubled = flat * (4 / edge)  # twice what maps the unwanted interval [0, edge] to [-1, 1]
+    doubled.diagonal(dim1=1, dim2=2).sub_(2)
     for _ in range(segments):
-        before, basis = basis, flat @ basis * (2 / edge) - basis
+        before, basis = basis, torch.bmm(doubled, basis).div_(2)
         for _ in range(degree - 1):
-            before, basis = basis, (flat @ basis) * (4 / edge) - 2 * basis - before
+            before, basis = basis, before.baddbmm_(doubled, basis, beta=-1)
         basis = _orthonormalize(basis)
     return _orthonormalize(basis)
 
@@ -200,6 +223,6 @@ def _rates(values: Tensor, edge: Tensor, rank: int) -> Tensor:
 def _rotate(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rayleigh and Ritz: values ``(L, b)``, falling, vectors ``(L, n, b)``, and their images under ``gram``."""
     images = gram @ basis
-    values, turn = torch.linalg.eigh(basis.mT @ images)
+    values, turn = decompose_on_cores(basis.mT @ images)
     turn = turn.flip(-1)
     return values.flip(-1), basis @ turn, images @ turn
