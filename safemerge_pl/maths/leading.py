@@ -27,8 +27,8 @@ __all__ = ["decompose_on_cores", "is_certain", "leading_eigenvectors"]
 ANGLE = 1e-6
 """Largest angle to the exact leading space; single precision resolves less."""
 
-_ROUNDS = 3
-"""Attempts before the full decomposition; the later ones are for the matrices that the first did not settle."""
+_ROUNDS = 2
+"""Attempts before the full decomposition; the second is for the matrices that the first did not settle."""
 
 _START_STEPS = 3
 """Plain multiplications before eigenvalues are estimated for the first time."""
@@ -39,11 +39,11 @@ _DAMPING = 1e-13
 _GROWTH = 1e7
 """Most that a filter may spread the lengths of orthonormal columns; Cholesky QR takes the root of ``1e16``."""
 
-_FLATTENINGS = 14
-"""Most squarings of a matrix: eigenvalues from ``2^-14`` of the largest become equal in size."""
+_FLATTENINGS = 20
+"""Most squarings of a matrix: eigenvalues from ``2^-20`` of the largest become equal in size."""
 
 
-def leading_eigenvectors(gram: Tensor, rank: int, floor: float = 1e-12) -> tuple[Tensor, Tensor]:
+def leading_eigenvectors(gram: Tensor, rank: int, floor: float = 1e-10) -> tuple[Tensor, Tensor]:
     r"""The ``rank`` leading eigenpairs of each matrix, to an angle of :data:`ANGLE` between exact and found space.
 
     The same input gives the same bits. Where the proof fails, because the last wanted eigenvalue and the next are
@@ -92,8 +92,8 @@ def leading_eigenvectors(gram: Tensor, rank: int, floor: float = 1e-12) -> tuple
 def is_certain(gram: Tensor, values: Tensor, vectors: Tensor, images: Tensor, rank: int, floor: float) -> Tensor:
     r"""Of which matrices the leading vectors are proved to span the leading eigenspace, ``(L,)`` bool.
 
-    Let :math:`X` be the leading columns with Ritz values :math:`\Theta` and :math:`\sigma` lie between the last of them
-    and the next. If :math:`\sigma I - (G - X \Theta X^\top)` has a Cholesky factor, no vector that is orthogonal to
+    Let :math:`X` be the leading columns with Ritz values :math:`\Theta`, and let :math:`\sigma` lie between the last of
+    them and the next. If :math:`\sigma I - (G - X \Theta X^\top)` has a Cholesky factor, no vector orthogonal to
     :math:`X` has a Rayleigh quotient above :math:`\sigma`: nothing was missed. The sine of the angle between both
     spaces is then at most :math:`\|GX - X\Theta\|_F / (\theta_{min} - \sigma)` (Davis and Kahan 1970).
 
@@ -116,13 +116,13 @@ def is_certain(gram: Tensor, values: Tensor, vectors: Tensor, images: Tensor, ra
     wanted = (values > floor * values[:, :1])[:, :rank] & (values[:, :rank] > 0)
     number = wanted.sum(1, keepdim=True)
     last, following = values.gather(1, (number - 1).clamp(min=0)), values.gather(1, number)
-    middle = (last + following) / 2
+    between = torch.where(number < rank, floor * values[:, :1], (last + following) / 2)  # fewer: no other is to matter
     leading, kept = vectors[:, :, :rank], torch.where(wanted, values[:, :rank], 0.0)[:, None]
     missed = torch.where(wanted[:, None], images[:, :, :rank] - leading * kept, 0.0).flatten(1).norm(dim=1)
     rest = torch.baddbmm(gram, leading * kept, leading.mT, beta=-1)
-    rest.diagonal(dim1=1, dim2=2).add_(middle)
+    rest.diagonal(dim1=1, dim2=2).add_(between)
     whole = torch.linalg.cholesky_ex(rest).info == 0
-    close = missed <= ANGLE * (last - middle)[:, 0]
+    close = missed <= ANGLE * (last - between)[:, 0]
     apart = leading.mT @ leading
     apart.diagonal(dim1=1, dim2=2).sub_(1)
     orthonormal = apart.flatten(1).norm(dim=1) <= ANGLE / 1000
@@ -198,11 +198,11 @@ def _flatten(gram: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]
 def _filter(flat: Tensor, basis: Tensor, values: Tensor, rank: int) -> Tensor:
     """Turn the columns towards the leading directions of ``flat``, whose eigenvalues are about ``values (L, b)``."""
     values = values.clamp(min=0)
-    # Estimates are too small rather than too large; those in the middle of the surplus columns come out best.
-    edge = values[:, rank + 3 * (values.shape[1] - rank) // 4].clamp(min=0.02)[:, None, None]
+    # Estimates come out too small, so what the middle of the surplus columns is given fits their end.
+    edge = values[:, (rank + values.shape[1]) // 2].clamp(min=0.02)[:, None, None]
     growth, gain = (float(x) for x in _rates(values, edge[:, 0, 0], rank))
     degree = max(2, min(12, int(math.log(2 * _GROWTH) / growth)))
-    segments = max(1, min(6, math.ceil(-math.log(_DAMPING) / (gain * degree))))
+    segments = max(1, min(8, math.ceil(-math.log(_DAMPING) / (gain * degree))))
     doubled = flat * (4 / edge)  # twice what maps the unwanted interval [0, edge] to [-1, 1]
     doubled.diagonal(dim1=1, dim2=2).sub_(2)
     for _ in range(segments):
