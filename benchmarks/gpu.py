@@ -5,6 +5,7 @@ same code on sizes that tell nothing.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,30 +46,38 @@ def gpu(arguments: argparse.Namespace) -> list[Row]:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no GPU here")
     torch.set_float32_matmul_precision("highest")
-    merge = SafeMerge(scoring_rank=16, recovery_rank=8) if tiny else SafeMerge()
-    share = SafeShare(scoring_rank=16, shared_rank=24) if tiny else SafeShare()
+    rows: list[Row] = []
     with torch.inference_mode():
-        name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-        rows: list[Row] = [{"what": "card, threads beside it", "of": f"{name}, {torch.get_num_threads()}"}]
-        rows += [_masks(name, stack, rank, device) for name, stack, rank in _stacks(tiny)]
-        for model, shapes in (_TINY if tiny else _SHAPES).items():
-            stacks = [make_stack(*shape, device=str(device)) for shape in shapes]
-            least = 64 if tiny else linalg._LARGE
-            for method in (merge, share):
-                caches: list[dict[str, Tensor]] = [{} for _ in stacks]
-                with _iteration(device, least) as full:
-                    rows.append(_twice(method, stacks, model))
-                    full.clear()
-                    times = _stream(method, stacks, caches, 8)  # the first task pays for the pretrained directions
-                    rows.append({**times, "of": model, "iterated": "yes", "in_full": sum(full)})
-                with _iteration(None, least):
-                    times = _stream(method, stacks, caches, 1)  # they are at hand here
-                    rows.append({**times, "of": model, "iterated": "no; one task, times 8"})
-            rows += _pieces(model, stacks[0], merge.scoring_rank, least)
-            del stacks
+        for row in _rows(device, tiny):
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)  # a card may be lent for minutes: nothing is lost where they end
     if any(row.get("passed") is False for row in rows):
         raise SystemExit("\n".join(["A check has failed:", *(str(row) for row in rows)]))
     return rows
+
+
+def _rows(device: torch.device, tiny: bool) -> Iterator[Row]:
+    """All rows, one after another."""
+    merge = SafeMerge(scoring_rank=16, recovery_rank=8) if tiny else SafeMerge()
+    share = SafeShare(scoring_rank=16, shared_rank=24) if tiny else SafeShare()
+    least = 64 if tiny else linalg._LARGE
+    name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+    yield {"what": "card, threads beside it", "of": f"{name}, {torch.get_num_threads()}"}
+    for title, stack, rank in _stacks(tiny):
+        yield _masks(title, stack, rank, device)
+    for model, shapes in (_TINY if tiny else _SHAPES).items():
+        stacks = [make_stack(*shape, device=str(device)) for shape in shapes]
+        for method in (merge, share):
+            caches: list[dict[str, Tensor]] = [{} for _ in stacks]
+            with _iteration(device, least) as full:
+                yield _twice(method, stacks, model)
+                full.clear()
+                times = _stream(method, stacks, caches, 8)  # the first task pays for the pretrained directions
+                yield {**times, "of": model, "iterated": "yes", "in_full": sum(full)}
+            with _iteration(None, least):
+                times = _stream(method, stacks, caches, 1)  # they are at hand here
+                yield {**times, "of": model, "iterated": "no; one task, times 8"}
+        yield from _pieces(model, stacks[0], merge.scoring_rank, least)
 
 
 @contextmanager
@@ -195,9 +204,9 @@ def _memory(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
-def _pieces(model: str, stack: Stack, rank: int, least: int) -> list[Row]:
+def _pieces(model: str, stack: Stack, rank: int, least: int) -> Iterator[Row]:
     """What a decomposition consists of, one by one: where its time goes on this card."""
-    wide, block = stack.pretrained.double(), rank + rank // 2
+    wide, block = stack.pretrained.double(), rank + rank // 3
     gram = wide.mT @ wide
     columns = torch.linalg.qr(gram[:1, :, :block]).Q.expand(len(gram), -1, -1).contiguous()
     small = columns.mT @ gram @ columns
@@ -217,7 +226,6 @@ def _pieces(model: str, stack: Stack, rank: int, least: int) -> list[Row]:
         "whole iteration": lambda: right_singular_basis(stack.task_vector, rank),
         "whole iteration, strong directions": lambda: right_singular_basis(strong, rank),
     }
-    rows: list[Row] = []
     with _iteration(device, least) as full:
         for name, piece in pieces.items():
             piece()
@@ -225,5 +233,4 @@ def _pieces(model: str, stack: Stack, rank: int, least: int) -> list[Row]:
             start = clock(device)
             piece()
             of = f"{model}, {' x '.join(map(str, gram.shape))}, {block} columns"
-            rows.append({"what": name, "of": of, "seconds": clock(device) - start, "in_full": sum(full)})
-    return rows
+            yield {"what": name, "of": of, "seconds": clock(device) - start, "in_full": sum(full)}

@@ -96,5 +96,5 @@ def test_masks_that_are_not_the_cpus_end_the_part_with_the_figures(
 ) -> None:
     right = linalg._leading_basis
     monkeypatch.setattr(linalg, "_leading_basis", lambda matrices, rank: right(matrices, rank).roll(1, 1))
-    with pytest.raises(SystemExit, match=r"A check has failed:\n.*'masks'.*'passed': False"):
+    with pytest.raises(SystemExit, match=r"(?s)A check has failed:\n.*'masks'.*'passed': False"):
         rows_of("gpu", tmp_path, monkeypatch, "--device", "cpu", "--tiny")

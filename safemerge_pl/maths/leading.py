@@ -67,7 +67,7 @@ def leading_eigenvectors(gram: Tensor, rank: int, floor: float = 1e-10) -> tuple
         ([20.0, 19.0], [[1.0, 0.0], [0.0, 1.0]])
     """
     count, size = gram.shape[:2]
-    block = rank + max(8, rank // 2)
+    block = -(-(rank + max(8, rank // 3)) // 8) * 8  # a third more: small problems grow faster than filters get shorter
     if block >= size or not count:
         return _decompose(gram, rank)
     basis = _start(gram, block)
@@ -127,7 +127,8 @@ def is_certain(gram: Tensor, values: Tensor, vectors: Tensor, images: Tensor, ra
     apart.diagonal(dim1=1, dim2=2).sub_(1)
     orthonormal = apart.flatten(1).norm(dim=1) <= ANGLE / 1000
     nothing = gram.diagonal(dim1=1, dim2=2).sum(1) == 0  # a zero matrix has no leading directions to miss
-    return orthonormal & (nothing | (whole & close & (number[:, 0] > 0)))
+    certain: Tensor = orthonormal & (nothing | (whole & close & (number[:, 0] > 0)))
+    return certain
 
 
 def decompose_on_cores(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +172,8 @@ def _orthonormalize(columns: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(columns.mT @ columns)
     eye = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
     factor = torch.where((failed == 0)[:, None, None], factor, eye)  # such columns fail the proof; others must not
-    return columns @ torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT
+    inverse: Tensor = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+    return columns @ inverse.mT
 
 
 def _last_wanted(values: Tensor, rank: int, floor: float) -> Tensor:
@@ -196,7 +198,7 @@ def _flatten(gram: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _filter(flat: Tensor, basis: Tensor, values: Tensor, rank: int) -> Tensor:
-    """Turn the columns towards the leading directions of ``flat``, whose eigenvalues are about ``values (L, b)``."""
+    """Turn the columns, which are overwritten, to the leading directions of ``flat``; ``values`` estimate its own."""
     values = values.clamp(min=0)
     # Estimates come out too small, so what the middle of the surplus columns is given fits their end.
     edge = values[:, (rank + values.shape[1]) // 2].clamp(min=0.02)[:, None, None]
