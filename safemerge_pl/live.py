@@ -119,7 +119,7 @@ class LiveMerger(ContinualMerger):
         if self.restart_from == "merged":
             self.apply_merged()
         else:
-            self._write({name: self.pretrained[name] for name in self._parameters()})
+            self._write({name: self.pretrained[name] for name in self.plan.parameters})
 
     def attach(self, module: nn.Module) -> None:
         """Go on with another module of the same architecture.
@@ -159,7 +159,7 @@ class LiveMerger(ContinualMerger):
         for key, value in state["settings"].items():
             if mine[key] != value:
                 raise CheckpointError(f"the merge was made with {key}={value!r}, not {mine[key]!r}; use the same.")
-        self.load_state_dict(state["merger"], state["merged"] or {n: self.pretrained[n] for n in self._parameters()})
+        self.load_state_dict(state["merger"], state["merged"] or {n: self.pretrained[n] for n in self.plan.parameters})
         if state["rest"] != self._rest_hash():
             raise CheckpointError(
                 "tensors that are not merged started from other values than now; begin from the same pretrained "
@@ -193,7 +193,7 @@ class LiveMerger(ContinualMerger):
     def _trained(self) -> dict[str, Tensor]:
         """Copies on the CPU of what is merged, with adapters added."""
         tensors, deltas = self._tensors(), adapter_deltas(self.module)
-        found = {name: tensors[name].detach().cpu() for name in self._parameters()}
+        found = {name: tensors[name].detach().cpu() for name in self.plan.parameters}
         found |= {name: found[name].float() + delta.float().cpu() for name, delta in deltas.items() if name in found}
         lost = sorted(name for name, delta in deltas.items() if name not in found and delta.any())
         if lost:
@@ -215,11 +215,11 @@ class LiveMerger(ContinualMerger):
         tensors = self._tensors()
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in {**rest, **parameters}.items():
-                if name not in self._aliases:
+                if name not in self.plan.aliases:
                     tensors[name].copy_(tensor)
 
     def _rest_hash(self) -> str:
-        merged = {*self._parameters(), *self._aliases}
+        merged = {*self.plan.parameters, *self.plan.aliases}
         names = [name for name in self.pretrained if name not in merged]
         return fingerprint(LazyTensors(names, self.pretrained.__getitem__))
 
