@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from safemerge_pl import LiveMerger
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import TaskArithmetic
+from safemerge_pl.output import saving
 
 MODELS = [tiny.timm_vit, tiny.hf_vision, tiny.hf_clip, tiny.hf_t5, tiny.hf_llama, tiny.hf_gpt2, tiny.open_clip_model]
 
@@ -44,6 +46,71 @@ def test_a_plain_loop_equals_folding_checkpoints(build: Any, tmp_path: Path) -> 
     again = LiveMerger.load(tmp_path / "out", build())
     again.apply_merged()
     tiny.assert_same(tiny.copied(again.module.state_dict()), other.merged)
+
+
+def trained_once(module: nn.Module, **options: Any) -> LiveMerger:
+    """A merger that has folded one task of a module."""
+    merger = LiveMerger(module, tiny.fast_method(), **options)
+    train(module, 1)
+    merger.fold_trained("a")
+    return merger
+
+
+def test_a_merge_is_continued_in_a_module_whose_pretrained_weights_are_in_a_file(tmp_path: Path) -> None:
+    """The module of the next day holds whatever it was trained to; what it started from lies in a folder."""
+    base = tiny.folder_of(tmp_path / "base", tiny.copied(tiny.hf_vision().state_dict()))
+    merger = trained_once(tiny.hf_vision(), pretrained=base)
+    merger.save(tmp_path / "out")
+    module = tiny.hf_vision()
+    train(module, 9)
+    again = LiveMerger.load(tmp_path / "out", module, pretrained=str(base))
+    assert again.tasks == ["a"]
+    for each in (merger, again):
+        each.restart()
+        train(each.module, 2)
+        each.fold_trained("b")
+    tiny.assert_same(tiny.copied(again.module.state_dict()), tiny.copied(merger.module.state_dict()))
+    assert again.save(tmp_path / "out") == tmp_path / "out"
+
+
+def test_a_model_that_was_trained_elsewhere_is_folded_into_the_module() -> None:
+    """The module never holds other weights than the merger."""
+    module = tiny.hf_vision()
+    incoming = tiny.tuned(tiny.copied(module.state_dict()), 2)
+    merger = trained_once(module)
+    merger.fold(incoming, "b")
+    tiny.assert_same(tiny.copied(module.state_dict()), merger.merged)
+    assert merger.tasks == ["a", "b"]
+    before = tiny.copied(module.state_dict())
+    with pytest.raises(CheckpointError, match="already merged"):
+        merger.fold(incoming, "b")
+    tiny.assert_same(tiny.copied(module.state_dict()), before)
+
+
+def test_the_pretrained_model_stays_as_it_is_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files beside the weights come from a folder of their own, of which the pretrained model knows nothing."""
+    merger = trained_once(tiny.hf_vision())
+    held = []
+    real = saving.copy_side_files
+
+    def watch(folder: Path, *args: Any, **options: Any) -> None:
+        held.append((merger.pretrained.folder, (folder / "config.json").exists()))
+        real(folder, *args, **options)
+
+    monkeypatch.setattr(saving, "copy_side_files", watch)
+    merger.save(tmp_path / "out")
+    assert held == [(None, True)]
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("build", [tiny.hf_gpt2, tiny.hf_t5], ids=["gpt2", "t5"])
+def test_tied_tensors_are_saved_merged_under_all_their_names(build: Any, tmp_path: Path) -> None:
+    """The files beside the weights are those of the module's own configuration."""
+    module = build()
+    merger = LiveMerger(module, TaskArithmetic())
+    train(module, 1)
+    merger.fold_trained("a")
+    tiny.assert_same(load_file(merger.save(tmp_path / "out") / "model.safetensors"), merger.merged)
 
 
 def test_a_saved_transformers_model_loads(tmp_path: Path) -> None:

@@ -32,12 +32,11 @@ from tiny import (
 )
 from torch import Tensor, nn
 
-from safemerge_pl import folding as folding_module
 from safemerge_pl.checkpoints import CheckpointError, Source
+from safemerge_pl.folding import engine
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import TSVM, MergeMethod, SafeMerge, Stack, StackResult, WUDIMerging
-from safemerge_pl.output.folders import STATE_FILE
-from safemerge_pl.output.saving import MASTER_FILE
+from safemerge_pl.output.files import MASTER_FILE, STATE_FILE
 
 # what a fold does
 
@@ -201,8 +200,8 @@ def test_the_order_of_tensors_in_a_file_does_not_matter() -> None:
 
 def test_the_order_in_which_stacks_are_folded_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = folded(1, 2).fingerprint()
-    plan = folding_module.plan_stacks
-    monkeypatch.setattr(folding_module, "plan_stacks", lambda layers, *size: plan(layers, *size)[::-1])
+    plan = engine.plan_stacks
+    monkeypatch.setattr(engine, "plan_stacks", lambda layers, *size: plan(layers, *size)[::-1])
     assert folded(1, 2).fingerprint() == expected
 
 
@@ -538,8 +537,8 @@ def test_a_fold_that_fails_midway_changes_nothing(
     error: type[BaseException], stack: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """G6: and folding again gives what an undisturbed fold gives."""
-    plan = folding_module.plan_stacks
-    monkeypatch.setattr(folding_module, "plan_stacks", lambda layers, *size: plan(layers, 64))
+    plan = engine.plan_stacks
+    monkeypatch.setattr(engine, "plan_stacks", lambda layers, *size: plan(layers, 64))
     base = tower()
     undisturbed, merger = ContinualMerger(base, breaking()), ContinualMerger(base, breaking())
     for each in (undisturbed, merger):
@@ -1008,12 +1007,12 @@ def test_a_layer_that_does_not_fit_anywhere_is_an_error_that_names_it() -> None:
 
 def test_a_layer_that_does_not_fit_on_the_device_is_folded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """M2, with a device that has no memory at all."""
-    attempt = folding_module.Folding._attempt
+    attempt = engine.Folding._attempt
 
     def full(self: Any, method: Any, layers: Any, device: torch.device) -> Any:
         return attempt(self, method, layers, device) if device.type == "cpu" else None
 
-    monkeypatch.setattr(folding_module.Folding, "_attempt", full)
+    monkeypatch.setattr(engine.Folding, "_attempt", full)
     base = tower()
     merger = ContinualMerger(base, Add(), device="cuda")
     report = merger.fold(tuned(base, 1), "a")

@@ -65,7 +65,7 @@ class FromFiles:
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule, restored: dict[str, Any] | None) -> None:
         """Take up a restored position, now that module and checkpoint are in place."""
-        merger = self.owner.require_merger()
+        merger = self._require_merger()
         if restored is not None:
             try:
                 merger.load_state_dict(restored, self.owner.target(pl_module))
@@ -117,7 +117,7 @@ class FromFiles:
         )
 
     def _check_all(self) -> None:
-        merger, problems = self.owner.require_merger(), []
+        merger, problems = self._require_merger(), []
         for task, source in self.sources.items():
             if task in merger.tasks:
                 continue
@@ -127,6 +127,11 @@ class FromFiles:
                 problems.append(f"task '{task}': {error}")
         if problems:
             raise MisconfigurationException("\n".join(problems))
+
+    def _require_merger(self) -> ContinualMerger:
+        merger = self.owner.require_merger()
+        assert isinstance(merger, ContinualMerger)
+        return merger
 
     def _write(self, pl_module: L.LightningModule) -> None:
         """Copy the merged weights into the module's own parameters, which keep their identity."""

@@ -20,6 +20,7 @@ from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import Experts
 from safemerge_pl.folding.processes import Processes
+from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
 
@@ -77,7 +78,7 @@ class MergeCallback(L.Callback):
         self.experts: Experts = experts
         self.layers, self.module_attr, self.device = layers, module_attr, device
         self.on_mismatch: Mismatch = on_mismatch
-        self.merger: ContinualMerger | None = None
+        self.merger: ContinualMerger | LiveMerger | None = None
         self._restored: dict[str, Any] | None = None
         if live and experts != "zoo":
             raise ValueError("give `experts` (checkpoints) or `epochs_per_task`/`boundary` (training), not both.")
@@ -240,7 +241,7 @@ class MergeCallback(L.Callback):
             if hasattr(callback, "on_merge_scored"):
                 callback.on_merge_scored(trainer, pl_module, self, scores)
 
-    def require_merger(self) -> ContinualMerger:
+    def require_merger(self) -> ContinualMerger | LiveMerger:
         """The merger, once ``setup`` has made it."""
         if self.merger is None:
             raise RuntimeError("the merge has not started: `setup` was not called for stage 'fit'.")

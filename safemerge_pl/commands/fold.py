@@ -12,7 +12,8 @@ from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_chec
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.output.folders import STATE_FILE, check_output
+from safemerge_pl.output.files import STATE_FILE
+from safemerge_pl.output.folders import check_output
 from safemerge_pl.output.locks import output_lock
 from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.side_files import OutputDtype
@@ -85,7 +86,7 @@ def fold_once(
             merger = ContinualMerger(base, method, **options)
         else:
             merger = ContinualMerger.load(merged, base, method=method, **options)
-        require_output(merger, Path(output), dtype=dtype, max_shard_size=max_shard_size)
+        require_output(merger.plan, Path(output), dtype=dtype, max_shard_size=max_shard_size)
         checkpoints = [_fitting(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
         merger.progress = progress
         for checkpoint, name in zip(checkpoints, tasks, strict=True):

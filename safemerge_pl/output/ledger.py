@@ -9,10 +9,9 @@ from typing import Any
 
 from safemerge_pl.checkpoints.open import Checkpoint
 from safemerge_pl.folding.report import FoldReport
+from safemerge_pl.output.files import LEDGER_FILE
 
-__all__ = ["LEDGER_FILE", "continued", "ledger_line", "provenance", "read_ledger"]
-
-LEDGER_FILE = "merge_ledger.jsonl"
+__all__ = ["continued", "ledger_line", "provenance", "read_ledger"]
 
 
 def ledger_line(report: FoldReport, method: str, settings: dict[str, Any]) -> str:

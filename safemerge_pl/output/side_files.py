@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
+from safemerge_pl.output.files import CARD_FILE, LEDGER_FILE, STATE_FILE
 
 __all__ = ["OutputDtype", "copy_side_files", "output_notes", "side_files"]
 
 OutputDtype = Literal["same", "float32", "bfloat16", "float16"]
 _WEIGHTS = (*WEIGHT_ENDINGS, ".pkl", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf")
 _TEXT = (".json", ".txt", ".jinja", ".model", ".md")
-_OURS = ("merge_state.json", "merge_ledger.jsonl", "README.md")
+_OURS = (STATE_FILE, LEDGER_FILE, CARD_FILE)
 _MOST = 64 * 2**20
 _STALE = ("quantization_config", "compression_config", "_name_or_path", "_commit_hash")
 """What a configuration says of weights that are not those of the output."""

@@ -22,7 +22,7 @@ from safemerge_pl.callbacks import MergeCallback, MergedModelWriter, ReferenceRo
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import SafeMerge, Stack, StackResult
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.output.ledger import LEDGER_FILE
+from safemerge_pl.output.files import LEDGER_FILE
 from safemerge_pl.zoo import FILES
 
 Make = Callable[..., Any]

@@ -83,9 +83,9 @@ def _alone(method: MergeMethod) -> list[Any]:
 
 def _small_stacks(rank: int, folder: str) -> None:
     """One layer a stack, so that there is something to share."""
-    import safemerge_pl.folding as folding_module
+    from safemerge_pl.folding import engine
 
-    folding_module.CORE_STACK_ENTRIES = 64
+    engine.CORE_STACK_ENTRIES = 64
     work(rank, folder)
 
 

@@ -26,7 +26,8 @@ from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.commands.fold import fold_once
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.output import folders, locks
-from safemerge_pl.output.folders import STATE_FILE, check_output, staged_folder
+from safemerge_pl.output.files import STATE_FILE
+from safemerge_pl.output.folders import check_output, staged_folder
 from safemerge_pl.output.locks import output_lock
 
 

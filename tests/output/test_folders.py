@@ -21,9 +21,7 @@ from torch import nn
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import SafeMerge
-from safemerge_pl.output.folders import STATE_FILE
-from safemerge_pl.output.ledger import LEDGER_FILE
-from safemerge_pl.output.saving import MASTER_FILE
+from safemerge_pl.output.files import LEDGER_FILE, MASTER_FILE, STATE_FILE
 from safemerge_pl.zoo import FILES
 
 # tied and strided tensors

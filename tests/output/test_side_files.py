@@ -19,8 +19,7 @@ from safemerge_pl import __version__
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.commands.fold import fold_once
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.output import saving
-from safemerge_pl.output.ledger import LEDGER_FILE
+from safemerge_pl.output.files import LEDGER_FILE, MASTER_FILE
 from safemerge_pl.output.side_files import output_notes, side_files
 from safemerge_pl.zoo import FILES
 
@@ -341,7 +340,7 @@ def test_lists_on_the_command_line(tmp_path: Path) -> None:
     assert state["tasks"] == ["a", "b"]
     assert f"merged model: out, 2 tasks, SHA-256 {state['merged']}" in run.stdout.splitlines()[-1]
     assert "command: `safemerge fold --pretrained base --output out" in (tmp_path / "out" / "README.md").read_text()
-    index = saving.MASTER_FILE + ".index.json"
+    index = MASTER_FILE + ".index.json"
     assert (tmp_path / "out" / index).exists()
     assert ContinualMerger.load(tmp_path / "out", base).fingerprint() == state["merged"]
     assert base.exists()

@@ -17,7 +17,7 @@ from torch import nn
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.output.saving import MASTER_FILE
+from safemerge_pl.output.files import MASTER_FILE
 from safemerge_pl.output.weights import TensorSpec, write_weights
 
 
