@@ -15,6 +15,7 @@ from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter_modules import adapter_deltas, adapter_names, plain_name
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.checkpoints.tensors import View
+from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.folding.store import LazyTensors
@@ -80,6 +81,7 @@ class LiveMerger:
         pretrained: Source | None = None,
         restart_from: RestartFrom = "pretrained",
         rest: Rest = "pretrained",
+        max_response: MaxResponse = "auto",
     ) -> None:
         require_choices(restart_from, rest)
         self.module, self.restart_from, self.rest = module, restart_from, rest
@@ -94,7 +96,7 @@ class LiveMerger:
             )
         if pretrained is not None:
             tensors |= _from_source(module, tensors, pretrained)
-        self.merger = ContinualMerger(tensors, method, layers=layers, device=device)
+        self.merger = ContinualMerger(tensors, method, layers=layers, device=device, max_response=max_response)
         if pretrained is None:
             self.pretrained.source = f"the {type(module).__name__} before training"
         normalised = [name for name, part in module.named_modules() if _has_statistics(part)]
@@ -246,7 +248,7 @@ class LiveMerger:
         """Everything needed to continue, as plain values and tensors; not the pretrained weights, only their hash."""
         return {
             "merger": self.state_dict(),
-            "merged": dict(self.merged_parameters()) if self.tasks else {},
+            "merged": dict(self.merger.accumulated_parameters()) if self.tasks else {},
             "adapters": dict(self._adapters),
             "rest": self._rest_hash(),
             "settings": {"restart_from": self.restart_from, "rest": self.rest},

@@ -20,6 +20,7 @@ from safemerge_pl.architectures.families import block_of, heights, in_vision, kn
 __all__ = [
     "MergeLayer",
     "Scope",
+    "is_looked_up",
     "known_layers",
     "parts_of",
     "passed_over",
@@ -202,6 +203,16 @@ def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRI
         size = max(1, max_entries // math.prod(shape))
         stacks += [tuple(group[start : start + size]) for start in range(0, len(group), size)]
     return stacks
+
+
+def is_looked_up(name: str) -> bool:
+    """Whether a 2-D tensor is a table of embeddings or positions, of which rows are looked up.
+
+    Example:
+        >>> is_looked_up("embeddings.position_embedding.weight"), is_looked_up("layers.0.mlp.fc1.weight")
+        (True, False)
+    """
+    return bool(_EMBEDDING.search(name))
 
 
 def known_layers(names: Iterable[str]) -> list[str]:

@@ -38,6 +38,7 @@ class Folding:
     Attributes:
         method: how to merge.
         index: position of the incoming task in the stream, from 1.
+        counts: how many earlier tasks changed each layer, by its name.
         layers: matrices that are merged in stacks.
         others: tensors that are merged one by one.
         pretrained: tensors of the pretrained model by parameter.
@@ -57,6 +58,7 @@ class Folding:
 
     method: MergeMethod
     index: int
+    counts: Mapping[str, int]
     layers: list[MergeLayer]
     others: list[MergeLayer]
     pretrained: Mapping[str, Tensor]
@@ -204,7 +206,8 @@ class Folding:
         parts = zip(*map(self._read, layers), strict=True)
         theta_0, merged, theta_t = (stacked(list(matrices)).to(device) for matrices in parts)
         names = tuple(layer.name for layer in layers)
-        return Stack(names, self.index, theta_0, merged, theta_t, self._cache(layers, device))
+        counts = tuple(self.counts.get(name, 0) + 1 for name in names)
+        return Stack(names, self.index, theta_0, merged, theta_t, self._cache(layers, device), counts)
 
     def _read(self, layer: MergeLayer) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's pretrained, merged and incoming weights, as they are stored."""

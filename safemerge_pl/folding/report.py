@@ -59,6 +59,8 @@ class FoldReport:
         revision: its commit, if it came from the hub.
         time: when, UTC.
         version: of this package.
+        response: of the accumulated vector, before it was scaled; ``None`` where nothing bounds it.
+        scale: share of the accumulated vector that is deployed.
     """
 
     task: str
@@ -76,6 +78,8 @@ class FoldReport:
     revision: str | None = field(default=None, compare=False)
     time: str | None = field(default=None, compare=False)
     version: str | None = field(default=None, compare=False)
+    response: float | None = None
+    scale: float = 1.0
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "FoldReport":

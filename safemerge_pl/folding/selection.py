@@ -8,6 +8,7 @@ from functools import cached_property
 
 from safemerge_pl.architectures.layers import (
     MergeLayer,
+    is_looked_up,
     known_layers,
     passed_over,
     plan_stacks,
@@ -52,6 +53,11 @@ class MergePlan:
     def parameters(self) -> list[str]:
         """Names of the parameters that are merged, each once."""
         return list(dict.fromkeys(unit.parameter for unit in self.units))
+
+    @cached_property
+    def matrices(self) -> list[MergeLayer]:
+        """Those units that are multiplied with an input: neither vectors nor tables that are looked up."""
+        return [unit for unit in self.units if len(unit.shape) == 2 and not is_looked_up(unit.parameter)]
 
     @property
     def entries(self) -> int:

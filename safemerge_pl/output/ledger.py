@@ -29,6 +29,7 @@ def ledger_line(report: FoldReport, method: str, settings: dict[str, Any]) -> st
         "method": method,
         "settings": settings,
         "kept_fraction": report.kept_fraction,
+        **({} if report.response is None else {"response": report.response, "scale": report.scale}),
         "loss_first": report.losses[0] if report.losses else None,
         "loss_last": report.losses[-1] if report.losses else None,
         "seconds": report.seconds,

@@ -64,12 +64,24 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
         "",
         f"Merged layers: `{state.values['merged']}`. Pretrained layers: `{state.values['reference']}`.",
         "",
+        *_bound(state),
         f"- settings: {', '.join(f'{key}={value}' for key, value in settings.items()) or 'none'}",
         f"- command: `{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`",
         "- " + ", ".join(f"{key} {value}" for key, value in environment().items()),
         *(f"- note: {note}" for note in notes),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _bound(state: MergeState) -> list[str]:
+    """How much of the accumulated vector is deployed, where it is bounded."""
+    bound, last = state.values.get("max_response"), state.reports[-1] if state.reports else None
+    if bound is None or last is None or last.response is None:
+        return []
+    return [
+        f"- bound: response at most {bound:g}; unscaled it is {last.response:.4g}, so {last.scale:.1%} of the "
+        "accumulated vector is deployed"
+    ]
 
 
 def _library(folder: Path | None) -> str | None:

@@ -67,7 +67,7 @@ def save_merge(
         _require_unchanged(state, folder)
         stem, most = (WEIGHTS_STEM, max_shard_size) if _shards(base) else (OPEN_CLIP_STEM, sys.maxsize)
         write_weights(staging, stem, _specs(base, dtype), read, most)
-        write_weights(staging, Path(MASTER_FILE).stem, _masters(plan), state.merged.__getitem__, max_shard_size)
+        write_weights(staging, Path(MASTER_FILE).stem, _masters(plan), state.masters.__getitem__, max_shard_size)
         if base.folder is not None:
             copy_side_files(base.folder, staging, dtype, code=copy_code)
         (staging / CARD_FILE).write_text(model_card(state, base, dtype, notes), encoding="utf-8")

@@ -26,7 +26,8 @@ class MergeState:
 
     Attributes:
         plan: the pretrained model, and what is merged of it.
-        merged: the merged parameters in float32, by the pretrained model's names.
+        merged: the merged parameters as deployed, in float32, by the pretrained model's names.
+        masters: the same with the whole accumulated vector, which the next fold adds to.
         values: tasks, method, hashes and reports as plain values.
         reports: one per fold.
         ledger: one line of JSON per fold.
@@ -36,6 +37,7 @@ class MergeState:
 
     plan: MergePlan
     merged: Mapping[str, Tensor]
+    masters: Mapping[str, Tensor]
     values: Mapping[str, Any]
     reports: Sequence[FoldReport]
     ledger: Sequence[str]
