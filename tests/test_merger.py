@@ -703,8 +703,8 @@ def test_a_dry_check_reads_headers_only_and_changes_nothing(tmp_path: Path, monk
     bad = as_file(tuned(tower(), 2) | {FC1: torch.zeros(1, 1)}, tmp_path / "bad")
     before = merger.fingerprint(), merger.tasks
     tiny.refuse_to_read(monkeypatch)
-    names, _ = merger.check(file, "new", values=False)
-    assert names == {name: name for name in only_weights(tower())}
+    fitted = merger.check(file, "new", values=False)
+    assert fitted.names == {name: name for name in only_weights(tower())}
     with pytest.raises(CheckpointError, match="has shape"):
         merger.check(bad, "new", values=False)
     with pytest.raises(AssertionError, match="a tensor was read"):

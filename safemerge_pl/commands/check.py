@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks import MergeCallback
-from safemerge_pl.checkpoints.fit import aligned, require_fit
+from safemerge_pl.checkpoints.fit import fit
 from safemerge_pl.checkpoints.open import open_checkpoint
 from safemerge_pl.data.experts import find_experts
 from safemerge_pl.data.module import ImageSet, StreamDataModule
@@ -58,10 +58,8 @@ def check_stream(
         return facts, [*problems, *str(error).splitlines()]
     for task, source in experts.items():
         try:
-            incoming = aligned(
-                base, plan.parameters, open_checkpoint(source), values=False, on_mismatch=merge.on_mismatch
-            )
-            require_fit(base, plan.parameters, incoming, values=False)
+            opened = open_checkpoint(source)
+            incoming = fit(base, plan.parameters, opened, values=False, on_mismatch=merge.on_mismatch)
             facts += [f"task '{task}': {note}" for note in incoming.notes]
         except ValueError as error:
             problems.append(f"task '{task}': {error}")

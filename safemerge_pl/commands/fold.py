@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safemerge_pl.checkpoints.differences import Mismatch
+from safemerge_pl.checkpoints.fit import Fitted
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
 from safemerge_pl.merger import ContinualMerger
@@ -110,10 +111,10 @@ def _opened(pretrained: str, output: Path, low_memory: bool | None) -> Iterator[
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fitting(merger: ContinualMerger, source: str, task: str) -> Checkpoint:
+def _fitting(merger: ContinualMerger, source: str, task: str) -> Fitted:
     """Open a model and see from its headers that it can be folded, before the first of several is."""
     try:
-        return merger.check(source, task, values=False)[1]
+        return merger.check(source, task, values=False)
     except CheckpointError as error:
         raise CheckpointError(f"task '{task}': {error}") from error
 

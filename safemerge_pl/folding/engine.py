@@ -42,8 +42,7 @@ class Folding:
         others: tensors that are merged one by one.
         pretrained: tensors of the pretrained model by parameter.
         current: gives a parameter as merged so far, float32.
-        incoming: tensors of the incoming model by its own names.
-        names: parameter -> name in ``incoming``.
+        incoming: tensors of the incoming model by parameter.
         device: where the arithmetic runs.
         processes: among which the stacks are shared out.
         reference: fingerprint of the pretrained layers.
@@ -62,7 +61,6 @@ class Folding:
     pretrained: Mapping[str, Tensor]
     current: Callable[[str], Tensor]
     incoming: Mapping[str, Tensor]
-    names: Mapping[str, str]
     device: torch.device
     processes: Processes
     reference: str
@@ -208,7 +206,7 @@ class Folding:
 
     def _read(self, layer: MergeLayer) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's pretrained, merged and incoming weights, as they are stored."""
-        base, new = self.pretrained[layer.parameter], self.incoming[self.names[layer.parameter]]
+        base, new = self.pretrained[layer.parameter], self.incoming[layer.parameter]
         if new.dtype != base.dtype and torch.equal(base.to(new.dtype), new):
             new = base  # the pretrained tensor, stored in fewer bits: rounding is not a task
         return layer.view(base), layer.view(self.current(layer.parameter)), layer.view(new)

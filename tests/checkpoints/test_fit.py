@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,69 @@ import tiny
 import torch
 from tiny import Add, Tensors
 
-from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
+from safemerge_pl.checkpoints import Checkpoint, CheckpointError, match_names, open_checkpoint
+from safemerge_pl.checkpoints.fit import fit
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import TaskArithmetic
 from safemerge_pl.scoring import expert_weights
+
+# matched once
+
+
+class Calls:
+    """Counts the searches for names in every module that can make one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+
+        def counted(wanted: Sequence[str], checkpoint: Checkpoint) -> dict[str, str]:
+            self.count += 1
+            return match_names(wanted, checkpoint)
+
+        for name, module in list(sys.modules.items()):
+            if name.startswith("safemerge_pl") and getattr(module, "match_names", None) is match_names:
+                monkeypatch.setattr(module, "match_names", counted)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "vision_model."])
+def test_a_fold_matches_names_once(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    merger = ContinualMerger(tiny.tower(), Add())
+    calls = Calls(monkeypatch)
+    merger.fold(tiny.renamed(tiny.tuned(tiny.tower(), 1), "", prefix), "task1")
+    assert calls.count == 1
+
+
+def test_a_check_and_the_fold_after_it_match_names_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    merger, incoming = ContinualMerger(tiny.tower(), Add()), tiny.tuned(tiny.tower(), 1)
+    calls = Calls(monkeypatch)
+    merger.fold(merger.check(incoming, "task1", values=False), "task1")
+    assert calls.count == 1
+    assert merger.fold(incoming, "task2").incoming == merger.reports[0].incoming
+
+
+def test_what_was_fitted_to_one_model_is_matched_anew_for_another() -> None:
+    base = open_checkpoint(tiny.tower())
+    other = tiny.renamed(tiny.tower(), "", "vision_model.")
+    fitted = fit(base, tiny.only_weights(base), open_checkpoint(tiny.tuned(tiny.tower(), 1)))
+    assert fit(base, tiny.only_weights(base), fitted) is fitted
+    assert fit(base, tiny.only_weights(base)[:3], fitted) is not fitted
+    merger, expected = ContinualMerger(other, Add()), ContinualMerger(base, Add())
+    merger.fold(fitted, "a")
+    expected.fold(fitted, "a")
+    assert merger.fingerprint() == expected.fingerprint()
+
+
+def test_another_size_that_one_merge_takes_is_still_refused_by_another() -> None:
+    """What was fitted with the pretrained rows does not get past a merge that asks for an error."""
+    base = open_checkpoint(tower_at(8))
+    fitted = ContinualMerger(base, Add(), on_mismatch="pretrained").check(tower_at(12, seed=1), "a")
+    assert fitted.notes
+    strict = ContinualMerger(base, Add())
+    with pytest.raises(CheckpointError, match="image size"):
+        strict.fold(fitted, "a")
+
+
+# what may differ
 
 POSITIONS = "embeddings.position_embedding.weight"
 
