@@ -26,7 +26,7 @@ from safemerge_pl.folding.store import DiskTensors, LazyTensors
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.methods.saved import describe_method, rebuild_method, require_same_method
-from safemerge_pl.output.ledger import continued, ledger_line, provenance
+from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
 from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
@@ -148,7 +148,7 @@ class ContinualMerger:
         state = copy.deepcopy(self.method.state_dict())
         try:
             with exact_arithmetic(self.device):
-                fitted, hashed = self.processes.agree(lambda: self._sound_incoming(incoming, task))
+                fitted, hashed = self.processes.agree(lambda: self._examine(incoming, task))
                 folding = self._folding(fitted, task)
                 staged = self._room()
                 folding.run(staged)
@@ -277,7 +277,7 @@ class ContinualMerger:
         while True:
             try:
                 self.load_state_dict(saved.values, saved.masters())
-                self.ledger = continued(saved.ledger(), self.ledger)
+                self.ledger = continue_ledger(saved.ledger(), self.ledger)
                 break
             except CheckpointError:
                 earlier, saved = saved, read_merge(Path(folder))
@@ -339,7 +339,7 @@ class ContinualMerger:
         merged = self._merged.get(name)
         return self.pretrained[name].float() if merged is None else merged
 
-    def _sound_incoming(self, incoming: Source, task: str) -> tuple[Fitted, str]:
+    def _examine(self, incoming: Source, task: str) -> tuple[Fitted, str]:
         """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
         fitted = self.check(incoming, task, values=False)
         fitted.require_change()
@@ -367,7 +367,7 @@ class ContinualMerger:
             processes=self.processes,
             reference=self.reference,
             caches=self._caches,
-            told=functools.partial(self.progress or (lambda *_: None), task),
+            on_progress=functools.partial(self.progress or (lambda *_: None), task),
         )
 
     def _room(self) -> MutableMapping[str, Tensor]:

@@ -42,7 +42,7 @@ from safemerge_pl.output.files import MASTER_FILE, STATE_FILE
 
 
 def test_a_fold_adds_to_the_merged_layers_and_leaves_the_rest_exactly_pretrained() -> None:
-    """F13 and A7: biases, norms, the second matrix and integer buffers; METHODS 10a."""
+    """Biases, norms, the second matrix and integer buffers."""
     base = tower(dtype=torch.float16)
     incoming = tuned(base, 1) | {"embeddings.position_ids": torch.arange(5)[None] + 1}
     merger = ContinualMerger(base, Add())
@@ -61,7 +61,7 @@ def test_a_fold_adds_to_the_merged_layers_and_leaves_the_rest_exactly_pretrained
 
 
 def test_a_position_table_stored_as_float_stays_as_it_is() -> None:
-    """A7: a checkpoint saved wholly in half precision."""
+    """A checkpoint saved wholly in half precision."""
     base = tower() | {"embeddings.position_ids": torch.arange(5.0).half()[None]}
     incoming = tuned(base, 1)
     merger = fresh(base)
@@ -93,7 +93,7 @@ def test_the_report_of_a_fold_is_worked_out_by_hand() -> None:
 
 
 def test_a_report_survives_strict_json() -> None:
-    """I5, K9: plain values and no NaN."""
+    """Plain values and no NaN."""
     report = folded(1, 2).reports[1]
     assert FoldReport.from_dict(json.loads(json.dumps(asdict(report), allow_nan=False))) == report
     assert len(report.losses) == 4
@@ -169,7 +169,7 @@ def as_open_clip(tensors: Tensors) -> Tensors:
 
 
 def test_a_fused_layout_gives_the_same_merge() -> None:
-    """D6, L6: the same weights as transformers and as open_clip store them."""
+    """The same weights as transformers and as open_clip store them."""
     base, one, two = tower(), tuned(tower(), 1), tuned(tower(), 2)
     expected = folded(1, 2, pretrained=base)
     merger = fresh(as_open_clip(base))
@@ -180,7 +180,7 @@ def test_a_fused_layout_gives_the_same_merge() -> None:
 
 
 def test_a_transposed_layout_gives_the_same_merge() -> None:
-    """E7: a square matrix as GPT-2 stores it, and upright."""
+    """A square matrix as GPT-2 stores it, and upright."""
     base, tuned_ = tiny.randn(8, 8), tiny.randn(8, 8) + 0.01 * tiny.randn(8, 8, seed=1)
     upright, turned = "layers.0.self_attn.o_proj.weight", "h.0.attn.c_proj.weight"
     expected, merger = fresh({upright: base}), fresh({turned: base.T.contiguous()})
@@ -223,13 +223,12 @@ def test_the_number_of_cores_does_not_matter(method: MergeMethod) -> None:
 
 
 def test_the_order_of_tasks_does_matter() -> None:
-    """P3: so it is recorded."""
+    """That is why it is recorded."""
     assert folded(1, 2).fingerprint() != folded(2, 1).fingerprint()
     assert folded(2, 1).tasks == ["task2", "task1"]
 
 
 def test_wrapper_prefixes_on_both_sides_do_not_matter() -> None:
-    """D1, D4."""
     merger = fresh(renamed(tower(), "", "vision_model."))
     merger.fold(renamed(tuned(tower(), 1), "", "module."), "task1")
     assert merger.fingerprint() == folded(1).fingerprint()
@@ -237,7 +236,7 @@ def test_wrapper_prefixes_on_both_sides_do_not_matter() -> None:
 
 
 def test_only_the_vision_tower_is_taken_from_two_tower_models() -> None:
-    """L3: a changed text tower and logit scale stay out."""
+    """A changed text tower and logit scale stay out."""
     base = tiny.hf_clip().state_dict()
     incoming = tuned(base, 1)
     merger = fresh(base)
@@ -247,7 +246,7 @@ def test_only_the_vision_tower_is_taken_from_two_tower_models() -> None:
 
 
 def test_a_head_of_the_task_is_left_out() -> None:
-    """D7, E6: private to a task, of another size each time."""
+    """Private to a task, of another size each time."""
     merger = fresh()
     merger.fold(tuned(tower(), 1) | {"classifier.weight": tiny.randn(10, 8)}, "task1")
     merger.fold(tuned(tower(), 2) | {"classifier.weight": tiny.randn(43, 8)}, "task2")
@@ -256,7 +255,7 @@ def test_a_head_of_the_task_is_left_out() -> None:
 
 
 def test_a_scalar_of_another_shape_is_no_obstacle() -> None:
-    """E9: `logit_scale` as () and as (1,); it is not merged."""
+    """`logit_scale` as () and as (1,); it is not merged."""
     merger = fresh(tower() | {"logit_scale": torch.tensor(2.0)})
     merger.fold(tuned(tower(), 1) | {"logit_scale": torch.tensor([3.0])}, "a")
     assert merger.merged["logit_scale"].shape == ()
@@ -267,7 +266,7 @@ def test_a_scalar_of_another_shape_is_no_obstacle() -> None:
 
 
 def test_dtypes_may_be_mixed_and_come_in_any_order() -> None:
-    """A1: everything is merged in float32; only the values that a file holds count."""
+    """Everything is merged in float32; only the values that a file holds count."""
     base = tower(dtype=torch.float16)
     kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     incoming = [
@@ -284,7 +283,6 @@ def test_dtypes_may_be_mixed_and_come_in_any_order() -> None:
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
 def test_the_base_saved_in_fewer_bits_is_no_task(stored: torch.dtype) -> None:
-    """A11."""
     base = tower()
     merger = folded(1)
     before = merger.fingerprint()
@@ -294,7 +292,6 @@ def test_the_base_saved_in_fewer_bits_is_no_task(stored: torch.dtype) -> None:
 
 
 def test_the_base_saved_in_more_bits_is_no_task() -> None:
-    """A11."""
     base = tower(dtype=torch.float16)
     report = fresh(base).fold({name: tensor.float() for name, tensor in base.items()}, "copy")
     assert report.notes
@@ -303,7 +300,7 @@ def test_the_base_saved_in_more_bits_is_no_task() -> None:
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
 def test_half_precision_weights_are_decomposed_and_scored_in_single_precision(stored: torch.dtype) -> None:
-    """A4, A6, A9: a change of 1e-4, whose square is nothing in half precision."""
+    """A change of 1e-4, whose square is nothing in half precision."""
     base = tower(dtype=stored)
     incoming = {
         name: t.float() + 1e-4 * tiny.randn(*t.shape) if t.is_floating_point() else t for name, t in base.items()
@@ -314,7 +311,7 @@ def test_half_precision_weights_are_decomposed_and_scored_in_single_precision(st
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_default_dtype_outside_does_not_matter(dtype: torch.dtype) -> None:
-    """A13: Lightning's bf16-true sets it."""
+    """Lightning's bf16-true sets it."""
     expected = folded(1, 2).fingerprint()
     base, incoming = tower(), [tuned(tower(), seed) for seed in (1, 2)]
     torch.set_default_dtype(dtype)
@@ -360,7 +357,6 @@ def deterministic() -> Iterator[None]:
 @pytest.mark.parametrize("where", SURROUNDINGS)
 @pytest.mark.parametrize("part", ["fold", "everything"])
 def test_nothing_around_a_fold_changes_a_bit(where: str, part: str) -> None:
-    """A5, I1, P2."""
     expected = folded(1, 2)
     merger = fresh()
     surroundings = SURROUNDINGS[where]
@@ -378,7 +374,6 @@ def test_nothing_around_a_fold_changes_a_bit(where: str, part: str) -> None:
 
 
 def test_no_global_random_state_is_touched(tmp_path: Path) -> None:
-    """P1."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     merger = folded(1, 2)
     merger.save(tmp_path / "out")
@@ -389,7 +384,6 @@ def test_no_global_random_state_is_touched(tmp_path: Path) -> None:
 
 
 def test_the_global_seed_does_not_matter_and_the_own_seed_does() -> None:
-    """J2."""
     expected = folded(1, 2).fingerprint()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
@@ -536,7 +530,7 @@ def breaking() -> Breaking:
 def test_a_fold_that_fails_midway_changes_nothing(
     error: type[BaseException], stack: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """G6: and folding again gives what an undisturbed fold gives."""
+    """Folding again gives what an undisturbed fold gives."""
     plan = engine.plan_stacks
     monkeypatch.setattr(engine, "plan_stacks", lambda layers, *size: plan(layers, 64))
     base = tower()
@@ -576,19 +570,18 @@ def test_a_fold_that_fails_midway_changes_nothing(
 
 @pytest.mark.parametrize("scale", [1e20, 1e30])
 def test_a_task_too_large_for_its_losses_changes_nothing(scale: float) -> None:
-    """F15: its squares overflow, so the mask and the losses mean nothing; not folded as if it were empty."""
+    """Its squares overflow, so the mask and the losses mean nothing; not folded as if it were empty."""
     base = tower()
     huge = {name: tensor * scale if tensor.is_floating_point() else tensor for name, tensor in tuned(base, 2).items()}
     assert re.search(r"vision\.0\.\w+.*finite", refused(folded(1), huge, "two"))
 
 
 def test_a_diverging_recovery_changes_nothing() -> None:
-    """F15: the layer and the setting are named."""
+    """The layer and the setting are named."""
     assert re.search(r"vision\.0\.\w+.*finite.*`lr`", refused(fresh(lr=1e37), tuned(tower(), 1), "two"))
 
 
 def test_a_large_task_is_folded() -> None:
-    """F15."""
     base = tower()
     merger = folded(1)
     report = merger.fold({n: 1e4 * t if t.is_floating_point() else t for n, t in tuned(base, 2).items()}, "large")
@@ -609,7 +602,7 @@ def refused(merger: ContinualMerger, incoming: Source, task: str = "new") -> str
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_nan_and_inf_are_named_with_file_tensor_and_count(bad: float, dtype: torch.dtype, tmp_path: Path) -> None:
-    """F1: SVD would raise for NaN and say nothing of Inf."""
+    """SVD would raise for NaN and say nothing of Inf."""
     incoming = tuned(tower(dtype=dtype), 1)
     incoming[FC1][0, :3] = bad
     incoming["pre_layrnorm.weight"][0] = bad  # not merged: no obstacle
@@ -619,7 +612,7 @@ def test_nan_and_inf_are_named_with_file_tensor_and_count(bad: float, dtype: tor
 
 
 def test_nan_in_what_is_not_merged_is_no_obstacle() -> None:
-    """F1: only what is merged is looked at."""
+    """Only what is merged is looked at."""
     incoming = tuned(tower(), 1)
     incoming["pre_layrnorm.weight"][0] = float("nan")
     merger = fresh()
@@ -628,7 +621,6 @@ def test_nan_in_what_is_not_merged_is_no_obstacle() -> None:
 
 
 def test_inf_in_the_pretrained_model_is_refused_at_once(tmp_path: Path) -> None:
-    """F2."""
     base = tower()
     base[FC1][1, 1] = float("inf")
     folder = tiny.folder_of(tmp_path / "base", base)
@@ -640,7 +632,6 @@ def test_inf_in_the_pretrained_model_is_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(15, 8), (16, 9), (8, 16), (1, 16, 8), (128,), (0,)])
 def test_another_shape_is_refused_with_both(shape: tuple[int, ...]) -> None:
-    """E2, E10."""
     message = refused(folded(1), tuned(tower(), 2) | {FC1: torch.zeros(shape)})
     assert f"`{FC1}` has shape {shape}" in message
     assert "(16, 8)" in message
@@ -651,7 +642,6 @@ def test_another_model_size_is_refused() -> None:
 
 
 def test_a_missing_tensor_is_refused() -> None:
-    """D8."""
     incoming = tuned(tower(), 2)
     del incoming[FC1]
     assert f"lacks 1 of 10 tensors to merge, first `{FC1}`" in refused(folded(1), incoming)
@@ -659,14 +649,13 @@ def test_a_missing_tensor_is_refused() -> None:
 
 @pytest.mark.parametrize("task", ["task1", "TASK1", "Task1"])
 def test_a_task_name_is_used_once_whatever_its_case(task: str) -> None:
-    """P5: two rows of a table would collapse on some file systems."""
+    """Two rows of a table would collapse on some file systems."""
     assert f"a task of the name '{task}' is already merged" in refused(folded(1), tuned(tower(), 2), task)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("stored", ["memory", "file"])
 def test_quantised_weights_are_refused(dtype: torch.dtype, stored: str, tmp_path: Path) -> None:
-    """M4."""
     incoming: Any = tuned(tower(), 2) | {FC1: tower()[FC1].to(dtype)}
     if stored == "file":
         incoming = as_file(incoming, tmp_path / "model")
@@ -678,7 +667,7 @@ def test_quantised_weights_are_refused(dtype: torch.dtype, stored: str, tmp_path
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("stored", ["memory", "file"])
 def test_a_quantised_pretrained_model_is_refused(dtype: torch.dtype, stored: str, tmp_path: Path) -> None:
-    """G7: the rounding of a quantiser is no task."""
+    """The rounding of a quantiser is no task."""
     base: Any = tower() | {FC1: tower()[FC1].to(dtype)}
     if stored == "file":
         base = as_file(base, tmp_path / "model")
@@ -688,7 +677,7 @@ def test_a_quantised_pretrained_model_is_refused(dtype: torch.dtype, stored: str
 
 @pytest.mark.parametrize("side", ["pretrained", "incoming"])
 def test_weights_without_values_are_refused_by_name(side: str) -> None:
-    """C13: a model that was only half loaded."""
+    """A model that was only half loaded."""
     on_meta: dict[str, Tensor] = tower() | {FC1: torch.zeros(16, 8, device="meta")}
     if side == "pretrained":
         with pytest.raises(CheckpointError, match=re.escape(FC1)):
@@ -717,7 +706,7 @@ def test_a_dry_check_reads_headers_only_and_changes_nothing(tmp_path: Path, monk
 
 @pytest.mark.parametrize("earlier", [[], [1], [1, 2]])
 def test_a_zero_task_vector_leaves_the_merged_weights_alone(earlier: list[int]) -> None:
-    """F3: bit for bit, with a note, at any place in the stream."""
+    """Bit for bit, with a note, at any place in the stream."""
     merger = folded(*earlier)
     before = copied(merger.merged)
     report = merger.fold(tower(), "base")
@@ -727,7 +716,6 @@ def test_a_zero_task_vector_leaves_the_merged_weights_alone(earlier: list[int]) 
 
 
 def test_a_fine_tune_of_norms_and_biases_only_adds_nothing() -> None:
-    """F13."""
     base = tower()
     incoming = {
         name: tensor if name in only_weights(base) else tuned({name: tensor}, 1)[name] for name, tensor in base.items()
@@ -738,7 +726,7 @@ def test_a_fine_tune_of_norms_and_biases_only_adds_nothing() -> None:
 
 
 def test_a_layer_that_was_not_trained_is_left_alone_beside_others() -> None:
-    """F3, layer by layer."""
+    """Layer by layer."""
     merger = folded(1)
     before = copied(merger.merged)
     report = merger.fold(tuned(tower(), 2) | {FC1: tower()[FC1]}, "task2")
@@ -749,7 +737,7 @@ def test_a_layer_that_was_not_trained_is_left_alone_beside_others() -> None:
 
 
 def test_the_same_checkpoint_twice_is_noted() -> None:
-    """F4: with the name it had; a well-defined fold all the same."""
+    """With the name it had; a well-defined fold all the same."""
     merger = folded(1, 2)
     report = merger.fold(renamed(tuned(tower(), 1), "", "module."), "again")
     assert report.notes == ("the same weights were folded before, as 'task1'",)
@@ -763,7 +751,7 @@ def test_the_same_checkpoint_twice_is_noted() -> None:
 @pytest.mark.parametrize("dtype", ["same", "bfloat16"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 def test_a_merge_goes_on_as_if_it_had_never_stopped(dtype: Any, stored: torch.dtype, tmp_path: Path) -> None:
-    """I4, I16: bit for bit, whatever the output's dtype; the reports are kept."""
+    """Bit for bit, whatever the output's dtype; the reports are kept."""
     base = tower(dtype=stored)
     straight = folded(1, 2, 3, pretrained=base)
     merger = folded(1, pretrained=base)
@@ -810,7 +798,6 @@ def test_layers_that_were_chosen_are_chosen_again(tmp_path: Path) -> None:
 
 
 def test_another_pretrained_model_is_refused(tmp_path: Path) -> None:
-    """O3."""
     out = folded(1).save(tmp_path / "out")
     other = tower()
     other[FC1][0, 0] += 1e-6
@@ -819,14 +806,12 @@ def test_another_pretrained_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_settings_are_refused_with_every_difference(tmp_path: Path) -> None:
-    """O3."""
     out = folded(1).save(tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"keep_ratio: 0\.5 then, 0\.25 now; lr: 0\.001 then, 0\.1 now"):
         ContinualMerger.load(out, tower(), method=fast_method(lr=0.1, keep_ratio=0.25))
 
 
 def test_another_method_is_refused(tmp_path: Path) -> None:
-    """O3."""
     out = folded(1).save(tmp_path / "out")
     with pytest.raises(
         CheckpointError, match=r"made with safemerge_pl\.methods\.safe_merge\.SafeMerge, not with .*Add"
@@ -835,7 +820,7 @@ def test_another_method_is_refused(tmp_path: Path) -> None:
 
 
 def test_tampered_masters_are_refused(tmp_path: Path) -> None:
-    """O3: one bit."""
+    """One bit."""
     out = folded(1).save(tmp_path / "out")
     masters = load_file(out / MASTER_FILE)
     masters[FC1].view(torch.int32)[0, 0] ^= 1
@@ -846,7 +831,7 @@ def test_tampered_masters_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "empty"])
 def test_damaged_masters_are_refused(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C4; a relative path must not be taken for a hub id."""
+    """A relative path must not be taken for a hub id."""
     out = folded(1).save(tmp_path / "out")
     file = out / MASTER_FILE
     content = file.read_bytes()
@@ -864,7 +849,6 @@ def test_damaged_masters_are_refused(damage: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"format": 1, "tasks": []}'])
 def test_a_broken_state_is_refused(content: str, tmp_path: Path) -> None:
-    """C12."""
     out = folded(1).save(tmp_path / "out")
     (out / STATE_FILE).write_text(content)
     with pytest.raises(CheckpointError, match=re.escape(STATE_FILE)):
@@ -886,7 +870,6 @@ def test_a_state_of_another_version_is_refused(version: int, remedy: str, tmp_pa
 
 @pytest.mark.parametrize("class_path", ["antigravity.fly", "os.system", "safemerge_pl_evil.methods.X", "X"])
 def test_a_state_cannot_name_code_to_run(class_path: str, tmp_path: Path) -> None:
-    """H3."""
     out = folded(1).save(tmp_path / "out")
     state = json.loads((out / STATE_FILE).read_text())
     state["method"]["class_path"] = class_path
@@ -960,7 +943,7 @@ class HandsOn(MergeMethod):
 
 
 def test_the_merged_model_is_its_own_whatever_a_method_returns() -> None:
-    """G6: an expert that trains on must not change what was merged from it."""
+    """An expert that trains on must not change what was merged from it."""
     base = tower()
     incoming = tuned(base, 1)
     merger = ContinualMerger(base, HandsOn())
@@ -986,7 +969,6 @@ class NeedsMemory(Add):
 
 
 def test_a_stack_that_does_not_fit_into_memory_is_folded_in_parts() -> None:
-    """M2."""
     base, incoming = tower(layers=3), tuned(tower(layers=3), 1)
     whole, parts = ContinualMerger(base, NeedsMemory(most=99)), ContinualMerger(base, NeedsMemory(most=2))
     expected, found = whole.fold(incoming, "a"), parts.fold(incoming, "a")
@@ -1006,7 +988,7 @@ def test_a_layer_that_does_not_fit_anywhere_is_an_error_that_names_it() -> None:
 
 
 def test_a_layer_that_does_not_fit_on_the_device_is_folded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """M2, with a device that has no memory at all."""
+    """With a device that has no memory at all."""
     attempt = engine.Folding._attempt
 
     def full(self: Any, method: Any, layers: Any, device: torch.device) -> Any:

@@ -101,7 +101,7 @@ def notes(base: Any, incoming: Any, **settings: Any) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("prefix", ["", "vision_model."])
 def test_a_fine_tune_at_another_image_size_is_refused_with_both_shapes(prefix: str) -> None:
-    """E1: the position table is not merged, but the attention was trained for another grid."""
+    """The position table is not merged, but the attention was trained for another grid."""
     incoming = tiny.renamed(tower_at(12, seed=1), "", prefix)
     message = refusal(ContinualMerger(tower_at(8), Add()), incoming)
     assert f"`{prefix}{POSITIONS}` has shape (10, 8)" in message
@@ -110,7 +110,7 @@ def test_a_fine_tune_at_another_image_size_is_refused_with_both_shapes(prefix: s
 
 
 def test_a_fine_tune_at_another_image_size_is_taken_when_asked_for() -> None:
-    """E1: the merged layers are those of the fine-tune, the table is the pretrained one, and a note says so."""
+    """The merged layers are those of the fine-tune, the table is the pretrained one, and a note says so."""
     base, incoming = tower_at(8), tower_at(12, seed=1)
     merger = ContinualMerger(base, Add(), on_mismatch="pretrained")
     (note,) = merger.fold(incoming, "task1").notes
@@ -120,7 +120,7 @@ def test_a_fine_tune_at_another_image_size_is_taken_when_asked_for() -> None:
 
 
 def test_a_merged_position_table_of_another_size_stays_pretrained() -> None:
-    """E1: a row of the other table stands for another place, so nothing of it is merged."""
+    """A row of the other table stands for another place, so nothing of it is merged."""
     base, incoming = tower_at(8), tower_at(12, seed=1)
     assert "`on_mismatch` 'pretrained'" in refusal(ContinualMerger(base, TaskArithmetic()), incoming)
     merger = ContinualMerger(base, TaskArithmetic(scaling=1.0), on_mismatch="pretrained")
@@ -142,7 +142,7 @@ def t5_with(rows: int) -> Tensors:
 
 @pytest.mark.parametrize("rows", [15, 17, 32])
 def test_another_vocabulary_is_noted_where_embeddings_stay_pretrained(rows: int) -> None:
-    """E3 for a token more or less, E4 for padding."""
+    """A token more or less, and padding to a round number."""
     base = t5_with(16)
     merger = ContinualMerger(base, Add())
     found = merger.fold(tiny.tuned(t5_with(rows), 1), "task1").notes
@@ -153,7 +153,7 @@ def test_another_vocabulary_is_noted_where_embeddings_stay_pretrained(rows: int)
 
 @pytest.mark.parametrize("rows", [15, 17, 32])
 def test_another_vocabulary_is_refused_where_embeddings_are_merged(rows: int) -> None:
-    """E3, E4: with the remedy; or the rows that both have are merged when asked for."""
+    """With the remedy; or the rows that both have are merged when asked for."""
     base, incoming = t5_with(16), tiny.tuned(t5_with(rows), 1)
     message = refusal(ContinualMerger(base, TaskArithmetic()), incoming)
     assert f"`shared.weight` has shape ({rows}, 8)" in message
@@ -177,7 +177,7 @@ def test_another_width_is_no_matter_of_vocabulary() -> None:
 
 @pytest.mark.parametrize("differ", [True, False])
 def test_other_words_under_the_same_rows_are_noted_where_embeddings_are_merged(differ: bool, tmp_path: Path) -> None:
-    """E5: the same number of rows, another tokenizer."""
+    """The same number of rows, another tokenizer."""
     vocabulary: dict[str, int] = {"a": 0, "b": 1}
     base = tiny.folder_of(tmp_path / "base", t5_tied(), tokenizer=vocabulary)
     other = {"b": 0, "a": 1} if differ else vocabulary
@@ -194,7 +194,7 @@ def t5_tied() -> Tensors:
 
 
 def test_a_head_of_another_size_is_no_obstacle() -> None:
-    """E6: said, since it is not merged; a head that only one of them has is nobody's business (D7)."""
+    """Said, since it is not merged; a head that only one of them has is nobody's business."""
     base = tiny.tower() | {"classifier.weight": torch.zeros(10, 8)}
     incoming = tiny.tuned(tiny.tower(), 1) | {"classifier.weight": torch.zeros(43, 8)}
     (note,) = notes(base, incoming)
@@ -205,13 +205,13 @@ def test_a_head_of_another_size_is_no_obstacle() -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), [((), (1,)), ((1,), ()), ((5, 8), (1, 5, 8))])
 def test_dimensions_of_one_make_no_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> None:
-    """E9 for a scalar in either direction, E2 for a leading dimension; neither is merged."""
+    """A scalar in either direction, and a leading dimension; neither is merged."""
     base, incoming = tiny.tower(), tiny.tuned(tiny.tower(), 1)
     assert notes(base | {"extra": torch.zeros(ours)}, incoming | {"extra": torch.zeros(theirs)}) == ()
 
 
 def test_a_partitioned_checkpoint_is_called_one() -> None:
-    """E10: ZeRO-3 leaves empty tensors behind."""
+    """ZeRO-3 leaves empty tensors behind."""
     message = refusal(ContinualMerger(tiny.tower(), Add()), tiny.tower() | {tiny.FC1: torch.empty(0)})
     assert "has shape (0,)" in message
     assert "partitioned (ZeRO-3, FSDP)" in message
@@ -220,7 +220,7 @@ def test_a_partitioned_checkpoint_is_called_one() -> None:
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(("key", "value"), [("hidden_act", "gelu"), ("num_attention_heads", 4)])
 def test_another_function_of_the_same_weights_is_noted(nested: bool, key: str, value: Any, tmp_path: Path) -> None:
-    """L1: names and shapes agree, outputs would not."""
+    """Names and shapes agree, outputs would not."""
     ours: dict[str, Any] = {"hidden_act": "quick_gelu", "num_attention_heads": 2}
     theirs = ours | {key: value}
     base = tiny.folder_of(tmp_path / "base", tiny.tower(), config=ours)
@@ -232,7 +232,7 @@ def test_another_function_of_the_same_weights_is_noted(nested: bool, key: str, v
 
 
 def test_code_that_a_folder_names_is_not_run(tmp_path: Path) -> None:
-    """H6: read by tensor names, so none is needed; a note says that the file stays behind."""
+    """Read by tensor names, so none is needed; a note says that the file stays behind."""
     config = {"auto_map": {"AutoModel": "modeling_x.Model"}}
     incoming = tiny.folder_of(tmp_path / "incoming", tiny.tuned(tiny.tower(), 1), config=config)
     mark = tmp_path / "ran"
@@ -243,7 +243,7 @@ def test_code_that_a_folder_names_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_stranger_of_the_same_size_is_noted() -> None:
-    """G8, N9: same names and shapes, and nothing in common: another pretrained model, or another base's fine-tune."""
+    """Same names and shapes, and nothing in common: another pretrained model, or another base's fine-tune."""
     stranger = {name: torch.roll(tensor, 1, 0) if tensor.ndim else tensor for name, tensor in tiny.tower().items()}
     (note,) = notes(tiny.tower(), stranger)
     cosine = re.search(r"cosine of (-?\d\.\d\d) with the pretrained model's", note)
@@ -253,7 +253,7 @@ def test_a_stranger_of_the_same_size_is_noted() -> None:
 
 
 def test_a_tensor_that_the_index_does_not_list_is_noted(tmp_path: Path) -> None:
-    """C3: read, and said."""
+    """Read, and said."""
     from safetensors.torch import save_file
 
     tensors = tiny.tower()
@@ -269,7 +269,6 @@ def test_a_tensor_that_the_index_does_not_list_is_noted(tmp_path: Path) -> None:
 
 
 def test_the_file_that_is_passed_over_is_noted(tmp_path: Path) -> None:
-    """C7."""
     incoming = tiny.folder_of(tmp_path / "both", tiny.tuned(tiny.tower(), 1))
     torch.save(tiny.tower(), incoming / "pytorch_model.bin")
     (note,) = notes(tiny.tower(), incoming)

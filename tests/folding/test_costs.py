@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from safemerge_pl import folding
 from safemerge_pl.checkpoints import open_checkpoint
+from safemerge_pl.folding import engine
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import NUFILT, OPCM, TSVM, IsoC, KnOTSTies, MergeMethod, SafeMerge, WUDIMerging
 
@@ -78,7 +78,7 @@ def test_nothing_is_decomposed_twice(
 def test_bases_of_the_pretrained_model_are_kept_from_one_stream_to_the_next(
     decomposed: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folding, "WORTH_KEEPING", 1)
+    monkeypatch.setattr(engine, "WORTH_KEEPING", 1)
     base = tiny.tower()
 
     def fold(base: tiny.Tensors = base, **settings: Any) -> tuple[str, int]:

@@ -49,7 +49,7 @@ def test_whether_a_tensor_is_there_is_known_without_reading_it(tmp_path: Path) -
 )
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_merge_on_disk_equals_one_in_memory(method: MergeMethod, fused: bool, tmp_path: Path) -> None:
-    """M1: and continues from its folder without reading it whole."""
+    """It also continues from its folder without reading it whole."""
     base = dict(tiny.open_clip_model().state_dict()) if fused else tiny.tower()
     here, there = ContinualMerger(base, method), ContinualMerger(base, method, workspace=tmp_path / "work")
     expected = [here.fold(tiny.tuned(base, seed), f"task{seed}").merged for seed in (1, 2, 3)]
@@ -66,7 +66,6 @@ def test_a_merge_on_disk_equals_one_in_memory(method: MergeMethod, fused: bool, 
 
 
 def test_a_fold_that_fails_leaves_the_merge_on_disk(tmp_path: Path) -> None:
-    """G6."""
     base = tiny.tower()
     merger = ContinualMerger(base, tiny.fast_method(), workspace=tmp_path)
     merger.fold(tiny.tuned(base, 1), "one")
@@ -80,7 +79,7 @@ def test_a_fold_that_fails_leaves_the_merge_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_fold_in_low_memory_writes_the_same_folder(tmp_path: Path) -> None:
-    """M1: yesterday's merge is read from its own folder, which today's replaces."""
+    """Yesterday's merge is read from its own folder, which today's replaces."""
     base, experts = tiny.tower("vision_model."), []
     pretrained = tiny.folder_of(tmp_path / "base", base, config={"model_type": "clip"})
     for seed in (1, 2):

@@ -50,7 +50,7 @@ def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_a_fault_at_any_call_leaves_the_earlier_merge(
     kind: str, earlier: bool, error: BaseException, swap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C8, C9, C12: every call of every kind fails in turn; the state in memory can be saved all the same."""
+    """Every call of every kind fails in turn; the state in memory can be saved all the same."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # it takes long, and is only told from others by failing
     base = tiny.folder_of(tmp_path / "base", tower(), config={"model_type": "x"}, tokenizer={})
     merger = fresh(base)
@@ -99,7 +99,7 @@ def attempt(work: Callable[[], object]) -> str | None:
 
 
 def test_a_real_limit_of_the_system_is_told_in_words(tmp_path: Path) -> None:
-    """C8: the kernel itself refuses to let a file grow."""
+    """The kernel itself refuses to let a file grow."""
     out = folded(1).save(tmp_path / "out")
     before = content(out)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -116,7 +116,7 @@ def test_a_real_limit_of_the_system_is_told_in_words(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_refused_before_anything_is_folded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C8: from shapes and dtypes; the message has both numbers."""
+    """From shapes and dtypes; the message has both numbers."""
     base = tiny.folder_of(tmp_path / "base", tower(), config={})
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 2**20 + 5000))
@@ -131,7 +131,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_folded(
 
 
 def test_an_output_in_use_is_refused(tmp_path: Path) -> None:
-    """J6: by another thread here, which the system treats like another process; the holder is named."""
+    """By another thread here, which the system treats like another process; the holder is named."""
     out = folded(1).save(tmp_path / "out")
     caught: list[str] = []
 
@@ -153,7 +153,7 @@ def test_an_output_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_dead_process_does_not_last(tmp_path: Path) -> None:
-    """C12: its file may lie there, but the system has given the lock back."""
+    """Its file may lie there, but the system has given the lock back."""
     out = folded(1).save(tmp_path / "out")
     (tmp_path / ".out.lock").write_text("process 1 on elsewhere")
     folded(1, 2).save(out)
@@ -176,7 +176,7 @@ def test_a_file_system_without_locks_is_used_without(tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C8: nor does a lock that cannot tell its holder."""
+    """Nor does a lock that cannot tell its holder."""
 
     def full(*args: object) -> None:
         raise FULL
@@ -230,7 +230,7 @@ def test_an_output_that_is_replaced_while_it_is_read_is_read_again(
 
 
 def test_what_dead_processes_left_is_swept_away(tmp_path: Path, swap: str) -> None:
-    """C12: partial and old folders of this output; never those of another one."""
+    """Partial and old folders of this output; never those of another one."""
     out = folded(1).save(tmp_path / "out")
     for name in (".out.partial-4711", f".out.partial-{os.getpid()}", ".out.old-4711", ".out2.partial-4711", ".outer"):
         shutil.copytree(out, tmp_path / name)
@@ -240,14 +240,13 @@ def test_what_dead_processes_left_is_swept_away(tmp_path: Path, swap: str) -> No
 
 @pytest.mark.parametrize("name", ["[a]", "a*", "a b?", "ä.x"])
 def test_an_odd_name_is_recovered_too(name: str, tmp_path: Path) -> None:
-    """C14."""
     out = folded(1).save(tmp_path / name)
     out.rename(tmp_path / f".{name}.old-1")
     assert ContinualMerger.load(out, tower()).tasks == ["task1"]
 
 
 def test_an_old_folder_that_is_not_whole_is_not_brought_back(tmp_path: Path) -> None:
-    """C12: a kill while the old folder was being removed."""
+    """A kill while the old folder was being removed."""
     out = folded(1).save(tmp_path / "out")
     out.rename(tmp_path / ".out.old-1")
     shutil.copytree(tmp_path / ".out.old-1", tmp_path / ".out.old-2")
@@ -265,14 +264,13 @@ def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
-    """C10."""
     (tmp_path / "out").symlink_to(tmp_path / "gone")
     with pytest.raises(CheckpointError, match="is a link to a place that is gone"):
         folded(1).save(tmp_path / "out")
 
 
 def test_a_read_only_parent_is_refused() -> None:
-    """C9: the folder itself can be written, but not replaced. Root may do anything, so another user is played."""
+    """The folder itself can be written, but not replaced. Root may do anything, so another user is played."""
     script = """
 import os, sys
 from pathlib import Path
@@ -296,7 +294,7 @@ except ValueError as error:
 
 
 def test_an_output_that_holds_an_input_is_refused(tmp_path: Path) -> None:
-    """C11: the base would be moved away with the earlier merge."""
+    """The base would be moved away with the earlier merge."""
     out = folded(1).save(tmp_path / "out")
     base = tiny.folder_of(out / "base", tower())
     with pytest.raises(CheckpointError, match="holds the input"):
@@ -304,7 +302,7 @@ def test_an_output_that_holds_an_input_is_refused(tmp_path: Path) -> None:
 
 
 def test_links_that_the_user_put_into_an_output_stay_links(tmp_path: Path) -> None:
-    """I14: also one that leads nowhere."""
+    """Also one that leads nowhere."""
     out = folded(1).save(tmp_path / "out")
     (out / "last").symlink_to("model.safetensors")
     (out / "gone").symlink_to(tmp_path / "gone")
@@ -317,7 +315,7 @@ def test_links_that_the_user_put_into_an_output_stay_links(tmp_path: Path) -> No
 
 
 def test_a_fault_in_the_body_leaves_nothing(tmp_path: Path) -> None:
-    """C12: also of the folders above that were made for it."""
+    """Also of the folders above that were made for it."""
 
     def half() -> None:
         with staged_folder(tmp_path / "a" / "b" / "out") as staging:
@@ -332,7 +330,7 @@ def test_a_fault_in_the_body_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["every event", "soak", "race"])
 def test_killed_at_any_moment_and_gone_on(mode: str, tmp_path: Path) -> None:
-    """C12, I15, J6: ``safemerge fold`` day after day into one output, by processes that are killed or compete.
+    """``safemerge fold`` day after day into one output, by processes that are killed or compete.
 
     *every event*: SIGKILL before each file operation in turn. *soak*: SIGKILL at random moments. *race*: two at once.
     """

@@ -28,7 +28,6 @@ from safemerge_pl.zoo import FILES
 
 
 def test_a_tensor_with_two_names_is_merged_once_and_saved(tmp_path: Path) -> None:
-    """B3, B5."""
     module = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False), "c": nn.Linear(4, 4)})
     module["b"].weight = module["a"].weight
     base = copied(module.state_dict())
@@ -57,13 +56,13 @@ def tied_t5(kind: str, tmp_path: Path) -> Any:
         torch.save(model.state_dict(), tmp_path / "t5" / "pytorch_model.bin")
         model.config.save_pretrained(tmp_path / "t5")
     else:
-        model.save_pretrained(tmp_path / "t5")  # drops all names but one of a tied tensor (B1)
+        model.save_pretrained(tmp_path / "t5")  # drops all names but one of a tied tensor
     return tmp_path / "t5"
 
 
 @pytest.mark.parametrize("kind", ["module", "mapping", "file", "pickle in a folder", "save_pretrained"])
 def test_tied_embeddings_are_saved_and_loaded(kind: str, tmp_path: Path) -> None:
-    """B1, B3: safetensors refuses aliases; whatever base holds them, the output can be written and read."""
+    """Safetensors refuses aliases; whatever base holds them, the output can be written and read."""
     base = tied_t5(kind, tmp_path)
     model = tiny.hf_t5()
     merger = fresh(base)
@@ -77,7 +76,7 @@ def test_tied_embeddings_are_saved_and_loaded(kind: str, tmp_path: Path) -> None
 
 
 def test_overlapping_views_in_memory_are_saved(tmp_path: Path) -> None:
-    """B3: one buffer, and the part of it that another name shows."""
+    """One buffer, and the part of it that another name shows."""
     table = tiny.randn(8, 4)
     template = tower() | {"table": table, "head": table[:4], "row": table[0]}
     saved = load_file(folded(1).save(tmp_path / "out", template=template) / "model.safetensors")
@@ -87,7 +86,6 @@ def test_overlapping_views_in_memory_are_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["pretrained", "incoming", "template"])
 def test_tensors_that_are_not_contiguous_are_folded_and_saved(where: str, tmp_path: Path) -> None:
-    """B4."""
 
     def strided(tensors: Tensors) -> Tensors:
         found = {name: torch.stack([tensor, tensor], dim=-1)[..., 0] for name, tensor in tensors.items()}
@@ -110,7 +108,7 @@ def headers(file: Path) -> dict[str, str]:
 
 
 def test_a_merged_clip_loads_whole_and_alone(tmp_path: Path) -> None:
-    """N5, D12: no missing key; the vision model loads from the two-tower folder too."""
+    """No missing key; the vision model loads from the two-tower folder too."""
     from transformers import CLIPModel, CLIPVisionModel
 
     base = clip_folder(tmp_path / "base")
@@ -140,7 +138,7 @@ def test_a_merged_vision_model_loads(tmp_path: Path) -> None:
 
 
 def test_a_vision_merge_completes_the_two_tower_template(tmp_path: Path) -> None:
-    """D4: names with and without prefix; the text tower is the template's."""
+    """Names with and without prefix; the text tower is the template's."""
     from transformers import CLIPModel
 
     base = clip_folder(tmp_path / "base")
@@ -173,7 +171,7 @@ def zoo_merge(tmp_path_factory: pytest.TempPathFactory) -> tuple[ContinualMerger
 
 
 def test_the_merged_zoo_loads_with_its_processor_and_tokenizer(zoo_merge: tuple[ContinualMerger, Path]) -> None:
-    """N5: nothing but the folder is needed, offline."""
+    """Nothing but the folder is needed, offline."""
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, CLIPModel, CLIPVisionModel
 
     merger, out = zoo_merge
@@ -190,7 +188,7 @@ def test_the_merged_zoo_loads_with_its_processor_and_tokenizer(zoo_merge: tuple[
 
 
 def test_the_merged_zoo_is_as_large_as_its_base_plus_masters(zoo_merge: tuple[ContinualMerger, Path]) -> None:
-    """I9: no task vectors, no second copy."""
+    """No task vectors, no second copy."""
     merger, out = zoo_merge
     masters = sum(4 * tensor.numel() for tensor in merger.merged_parameters().values())
     size = sum(file.stat().st_size for file in out.rglob("*"))
@@ -199,7 +197,7 @@ def test_the_merged_zoo_is_as_large_as_its_base_plus_masters(zoo_merge: tuple[Co
 
 
 def test_a_zoo_expert_is_a_base_as_well(tmp_path: Path) -> None:
-    """D4: a `CLIPVisionModel` folder with the older prefix."""
+    """A `CLIPVisionModel` folder with the older prefix."""
     from transformers import CLIPVisionModel
 
     merger = ContinualMerger(FILES / "experts" / "mnist", Add())
@@ -213,7 +211,7 @@ def test_a_zoo_expert_is_a_base_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stored", [torch.float16, torch.float32])
 def test_the_dtype_asked_for_is_the_dtype_written(dtype: Any, stored: torch.dtype, tmp_path: Path) -> None:
-    """A2: every float tensor, no integer, and the configuration agrees."""
+    """Every float tensor, no integer, and the configuration agrees."""
     config = {"model_type": "clip_vision_model", "torch_dtype": "float16"}
     base = tower(dtype=stored)
     merger = fresh(tiny.folder_of(tmp_path / "base", base, config=config))
@@ -230,7 +228,7 @@ def test_the_dtype_asked_for_is_the_dtype_written(dtype: Any, stored: torch.dtyp
 
 
 def test_a_two_tower_model_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    """A2, A3: the nested configurations agree too."""
+    """The nested configurations agree too."""
     from transformers import CLIPModel
 
     merger = fresh(clip_folder(tmp_path / "base"))
@@ -244,7 +242,7 @@ def test_a_two_tower_model_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> N
 
 
 def test_same_dtype_means_that_of_each_tensor(tmp_path: Path) -> None:
-    """A1: norms in float32 among float16 weights; the configuration is copied byte for byte."""
+    """Norms in float32 among float16 weights; the configuration is copied byte for byte."""
     base = tower(dtype=torch.float16) | {"pre_layrnorm.weight": torch.ones(8)}
     folder = tiny.folder_of(tmp_path / "base", base, config={"dtype": "float16", "x": [1, 2]})
     merger = fresh(folder)
@@ -255,7 +253,6 @@ def test_same_dtype_means_that_of_each_tensor(tmp_path: Path) -> None:
 
 
 def test_the_file_says_its_format(tmp_path: Path) -> None:
-    """C5."""
     out = folded(1).save(tmp_path / "out")
     for file in ("model.safetensors", MASTER_FILE):
         with safe_open(out / file, framework="pt") as handle:
@@ -275,7 +272,7 @@ def test_small_updates_survive_in_the_masters(tmp_path: Path) -> None:
 
 
 def test_every_other_file_of_the_base_is_copied_as_it_is(tmp_path: Path) -> None:
-    """N5, N6, N7: also a generation_config that transformers would not save; H6: no code, no other weights."""
+    """Also a generation_config that transformers would not save; no code, no other weights."""
     base = tiny.folder_of(tmp_path / "base", tower(), config={"model_type": "x"}, tokenizer={"a": 1})
     (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.1}')
     (base / "chat_template.jinja").write_text("{{ x }}")
@@ -293,7 +290,7 @@ def test_every_other_file_of_the_base_is_copied_as_it_is(tmp_path: Path) -> None
 
 
 def test_a_sharded_base_becomes_one_file_without_a_stale_index(tmp_path: Path) -> None:
-    """C1: an index that points to shards that are not there would break every reader."""
+    """An index that points to shards that are not there would break every reader."""
     base = tower()
     names = list(base)
     where = {name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(names)}
@@ -309,7 +306,7 @@ def test_a_sharded_base_becomes_one_file_without_a_stale_index(tmp_path: Path) -
 
 
 def test_a_base_of_symlinks_gives_a_folder_of_files(tmp_path: Path) -> None:
-    """C10: the snapshot folder of the hub's cache."""
+    """The snapshot folder of the hub's cache."""
     blobs = tiny.folder_of(tmp_path / "blobs", tower(), config={"model_type": "x"})
     snapshot = tmp_path / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -324,7 +321,6 @@ def test_a_base_of_symlinks_gives_a_folder_of_files(tmp_path: Path) -> None:
 
 
 def test_the_model_card_tells_tasks_and_sources(tmp_path: Path) -> None:
-    """N9."""
     merger = fresh()
     file = as_file(tuned(tower(), 1), tmp_path / "expert")
     merger.fold(file, "digits")
@@ -357,7 +353,6 @@ def test_what_the_user_added_survives_and_what_is_stale_goes(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("how", ["equal", "inside", "through a link", "link inside", "another spelling"])
 def test_an_output_in_the_base_is_refused(how: str, tmp_path: Path) -> None:
-    """C11."""
     base = tiny.folder_of(tmp_path / "base", tower())
     (tmp_path / "link").symlink_to(base)
     out = {
@@ -394,7 +389,6 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("out", ["out", "new/deeper/out", "a+b@c d", "out/"])
 def test_relative_and_odd_paths_are_fine(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C14."""
     monkeypatch.chdir(tmp_path)
     folded(1).save(out)
     assert ContinualMerger.load(out, tower()).tasks == ["task1"]
@@ -409,7 +403,7 @@ def test_the_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_output_behind_a_link_leaves_nothing_behind(tmp_path: Path) -> None:
-    """C10: a link to an earlier merge, on another disk perhaps."""
+    """A link to an earlier merge, on another disk perhaps."""
     real = folded(1).save(tmp_path / "disk" / "merge")
     (tmp_path / "home").mkdir()
     link = tmp_path / "home" / "out"
@@ -442,7 +436,6 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["new", "earlier merge"])
 def test_a_read_only_place_is_refused_in_words(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C9."""
     out = tmp_path / "out"
     merger = folded(1)
     if kind == "earlier merge":
@@ -456,7 +449,7 @@ def test_a_read_only_place_is_refused_in_words(kind: str, tmp_path: Path, monkey
 
 
 def test_what_a_killed_process_left_is_never_taken_for_a_merge(tmp_path: Path) -> None:
-    """C12: weights without the state, which is written last."""
+    """Weights without the state, which is written last."""
     out = folded(1).save(tmp_path / "out")
     partial = tmp_path / ".out.partial-1"
     shutil.copytree(out, partial)
@@ -468,7 +461,7 @@ def test_what_a_killed_process_left_is_never_taken_for_a_merge(tmp_path: Path) -
 
 
 def test_a_kill_between_the_two_renames_is_mended_at_the_next_use(tmp_path: Path) -> None:
-    """C12: after SIGKILL the earlier merge lies aside; reading it or writing there again brings it back."""
+    """After SIGKILL the earlier merge lies aside; reading it or writing there again brings it back."""
     out = folded(1).save(tmp_path / "out")
     out.rename(tmp_path / ".out.old-4711")
     assert ContinualMerger.load(out, tower()).tasks == ["task1"]

@@ -39,7 +39,7 @@ def config_of(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def test_what_no_longer_holds_is_taken_out_of_the_configuration(tmp_path: Path) -> None:
-    """M5: a reader would try to de-quantise floating-point weights; also in the towers' configurations."""
+    """A reader would try to de-quantise floating-point weights; also in the towers' configurations."""
     quantised = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     tower_config = {"hidden_size": 8, "quantization_config": quantised, "_name_or_path": "x/y"}
     config = {"model_type": "clip", "_name_or_path": "openai/clip", "vision_config": tower_config, "dtype": "float32"}
@@ -50,7 +50,7 @@ def test_what_no_longer_holds_is_taken_out_of_the_configuration(tmp_path: Path) 
 
 
 def test_the_dtype_of_every_tower_is_that_of_the_weights(tmp_path: Path) -> None:
-    """A2, A3: as older versions of transformers wrote it; a tower that named none gets none."""
+    """As older versions of transformers wrote it; a tower that named none gets none."""
     config = {
         "torch_dtype": "float16",
         "vision_config": {"torch_dtype": "float16", "x": 1},
@@ -77,7 +77,7 @@ def test_a_configuration_that_is_no_json_is_named_before_anything_is_written(tmp
 
 @pytest.mark.parametrize("copy_code", [False, True])
 def test_the_models_own_code_is_copied_only_when_asked_for(copy_code: bool, tmp_path: Path) -> None:
-    """N8, H6: and never run; references to code that is not there go too."""
+    """They are never run; references to code that is not there go too."""
     auto = {"AutoModel": "modeling_x.X"}
     base = tiny.folder_of(
         tmp_path / "base", tower(), config={"model_type": "x", "auto_map": auto}, tokenizer_config={"auto_map": auto}
@@ -95,7 +95,7 @@ def test_the_models_own_code_is_copied_only_when_asked_for(copy_code: bool, tmp_
 
 
 def test_generation_settings_are_copied_and_their_fault_is_told(tmp_path: Path) -> None:
-    """N6: transformers itself would refuse to save these; valid ones cause no remark."""
+    """Transformers itself would refuse to save these; valid ones cause no remark."""
     base = tiny.folder_of(tmp_path / "base", tower(), config={}, generation_config={"do_sample": True, "top_k": 3})
     assert not output_notes(open_checkpoint(base))
     wrong = '{"do_sample": false, "temperature": 0.1}'
@@ -106,7 +106,7 @@ def test_generation_settings_are_copied_and_their_fault_is_told(tmp_path: Path) 
 
 
 def test_chat_templates_reach_the_tokenizer_of_the_output(tmp_path: Path) -> None:
-    """N5, N7: the default one and the further ones in their sub-folder, as the library reads them."""
+    """The default one and the further ones in their sub-folder, as the library reads them."""
     from transformers import AutoTokenizer
 
     base = clip_folder(tmp_path / "base")
@@ -123,7 +123,7 @@ def test_chat_templates_reach_the_tokenizer_of_the_output(tmp_path: Path) -> Non
 
 
 def test_sub_folders_of_text_belong_to_the_model_and_others_do_not(tmp_path: Path) -> None:
-    """N5: a pooling layer's configuration; no other weights, caches, logs or data."""
+    """A pooling layer's configuration; no other weights, caches, logs or data."""
     base = tiny.folder_of(tmp_path / "base", tower(), config={}, modules=[])
     files = ["1_Pooling/config.json", "onnx/model.onnx", ".git/config.txt", "data/a.parquet", "spiece.model"]
     files += ["checkpoint-5/optimizer.pt", "checkpoint-5/config.json", "deep/er/x.json", "training_args.bin"]
@@ -147,7 +147,7 @@ def test_sub_folders_of_text_belong_to_the_model_and_others_do_not(tmp_path: Pat
 
 
 def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
-    """N2, C10: an incomplete snapshot; not an output without its tokenizer."""
+    """An incomplete snapshot; not an output without its tokenizer."""
     base = tiny.folder_of(tmp_path / "base", tower(), config={})
     (base / "tokenizer.json").symlink_to("../../blobs/gone")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to a file that is gone"):
@@ -157,7 +157,7 @@ def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mapping", "module", "file"])
 def test_an_output_without_a_configuration_says_so(kind: str, tmp_path: Path, caplog: Any) -> None:
-    """N5: in the log and in the card."""
+    """In the log and in the card."""
     save_file(tower(), tmp_path / "base.safetensors")
     base = {"mapping": tower(), "module": tiny.hf_vision(), "file": tmp_path / "base.safetensors"}[kind]
     merger = fresh(base)  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def front_matter(out: Path) -> dict[str, Any]:
 
 
 def test_the_card_has_a_front_matter_that_the_hub_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """N9: the hub's name of the base where it has one; a local path means nothing to others."""
+    """The hub's name of the base where it has one; a local path means nothing to others."""
     base = clip_folder(tmp_path / "base")
     merger = fresh(base)
     merger.fold(tuned(tiny.hf_clip().state_dict(), 1), "a | b\nc")
@@ -220,7 +220,7 @@ def strict(line: str) -> dict[str, Any]:
 
 
 def test_the_ledger_has_a_line_a_fold(tmp_path: Path) -> None:
-    """N9: resolved path and hash, settings, losses, time."""
+    """Resolved path and hash, settings, losses, time."""
     expert = tiny.folder_of(tmp_path / "snapshots" / "0123abc", tuned(tower(), 1))
     before = datetime.now(timezone.utc).replace(microsecond=0)
     merger = fresh()
