@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tiny import Add, Tensors
+from safetensors.torch import save_file
+from tiny import (
+    FC1,
+    Add,
+    Tensors,
+    as_file,
+    folded,
+    fresh,
+    only_weights,
+    refused,
+    tower,
+    tuned,
+)
+from torch import Tensor
 
 from safemerge_pl.checkpoints import Checkpoint, CheckpointError, match_names, open_checkpoint
 from safemerge_pl.checkpoints.fit import fit
@@ -280,3 +293,81 @@ def test_notes_do_not_pile_up_on_a_checkpoint_that_is_used_twice() -> None:
     merger = ContinualMerger(tiny.tower() | {"head": torch.zeros(2)}, Add())
     merger.check(incoming, "task1")
     assert len(merger.fold(incoming, "task1").notes) == 1
+
+
+# what must not differ
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nan_and_inf_are_named_with_file_tensor_and_count(bad: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    """SVD would raise for NaN and say nothing of Inf."""
+    incoming = tuned(tower(dtype=dtype), 1)
+    incoming[FC1][0, :3] = bad
+    incoming["pre_layrnorm.weight"][0] = bad  # not merged: no obstacle
+    save_file(incoming, tmp_path / "expert.safetensors")
+    message = refused(folded(1), tmp_path / "expert.safetensors")
+    assert f"{tmp_path / 'expert.safetensors'}: `{FC1}` has 3 NaN or Inf among 128 values" in message
+
+
+def test_nan_in_what_is_not_merged_is_no_obstacle() -> None:
+    """Only what is merged is looked at."""
+    incoming = tuned(tower(), 1)
+    incoming["pre_layrnorm.weight"][0] = float("nan")
+    merger = fresh()
+    merger.fold(incoming, "task1")
+    assert merger.fingerprint() == folded(1).fingerprint()
+
+
+@pytest.mark.parametrize("shape", [(15, 8), (16, 9), (8, 16), (1, 16, 8), (128,), (0,)])
+def test_another_shape_is_refused_with_both(shape: tuple[int, ...]) -> None:
+    message = refused(folded(1), tuned(tower(), 2) | {FC1: torch.zeros(shape)})
+    assert f"`{FC1}` has shape {shape}" in message
+    assert "(16, 8)" in message
+
+
+def test_another_model_size_is_refused() -> None:
+    assert "has shape (12, 12), the pretrained model's" in refused(folded(1), tower(width=12))
+
+
+def test_a_missing_tensor_is_refused() -> None:
+    incoming = tuned(tower(), 2)
+    del incoming[FC1]
+    assert f"lacks 1 of 10 tensors to merge, first `{FC1}`" in refused(folded(1), incoming)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("stored", ["memory", "file"])
+def test_quantised_weights_are_refused(dtype: torch.dtype, stored: str, tmp_path: Path) -> None:
+    incoming: Any = tuned(tower(), 2) | {FC1: tower()[FC1].to(dtype)}
+    if stored == "file":
+        incoming = as_file(incoming, tmp_path / "model")
+    message = refused(folded(1), incoming)
+    assert f"`{FC1}`" in message
+    assert "float32, bfloat16 or float16" in message
+
+
+@pytest.mark.parametrize("side", ["pretrained", "incoming"])
+def test_weights_without_values_are_refused_by_name(side: str) -> None:
+    """A model that was only half loaded."""
+    on_meta: dict[str, Tensor] = tower() | {FC1: torch.zeros(16, 8, device="meta")}
+    if side == "pretrained":
+        with pytest.raises(CheckpointError, match=re.escape(FC1)):
+            ContinualMerger(on_meta)
+    else:
+        assert FC1 in refused(folded(1), on_meta)
+
+
+def test_a_dry_check_reads_headers_only_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    merger = folded(1)
+    file = as_file(tuned(tower(), 2), tmp_path / "good")
+    bad = as_file(tuned(tower(), 2) | {FC1: torch.zeros(1, 1)}, tmp_path / "bad")
+    before = merger.fingerprint(), merger.tasks
+    tiny.refuse_to_read(monkeypatch)
+    fitted = merger.check(file, "new", values=False)
+    assert fitted.names == {name: name for name in only_weights(tower())}
+    with pytest.raises(CheckpointError, match="has shape"):
+        merger.check(bad, "new", values=False)
+    with pytest.raises(AssertionError, match="a tensor was read"):
+        merger.check(file, "new")
+    assert (merger.fingerprint(), merger.tasks) == before

@@ -100,18 +100,6 @@ def test_no_shard_of_an_earlier_output_survives(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.glob("merge_master*")) == [MASTER_FILE]
 
 
-def test_masters_that_wait_on_disk_follow_the_output(tmp_path: Path) -> None:
-    """With a workspace they are read from the output itself, whose files get other names here."""
-    out = folded(1).save(tmp_path / "out", max_shard_size=600)
-    merger = ContinualMerger.load(out, tower(), workspace=tmp_path / "work")
-    merger.save(out)
-    assert not (out / f"{MASTER_FILE}.index.json").exists()
-    merger.fold(tuned(tower(), 2), "task2")
-    assert merger.fingerprint() == folded(1, 2).fingerprint()
-    merger.save(out, max_shard_size=600)
-    assert ContinualMerger.load(out, tower()).fingerprint() == merger.fingerprint()
-
-
 def saved(model: nn.Module, path: Path) -> Path:
     model.save_pretrained(path)
     return path
