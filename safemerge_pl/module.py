@@ -86,10 +86,9 @@ class ContinualMergeModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Refuse to continue a merge without the callback that made it."""
-        from safemerge_pl.callbacks import MergeCallback
-
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        if self.merged_tasks and not any(isinstance(callback, MergeCallback) for callback in callbacks):
+        # a merge callback is known by its merger: callbacks import this module, not the other way round
+        if self.merged_tasks and not any(hasattr(callback, "merger") for callback in callbacks):
             raise MisconfigurationException(
                 f"this module has {len(self.merged_tasks)} tasks merged ({', '.join(self.merged_tasks)}) but the "
                 "trainer has no MergeCallback to continue; add the callback that made them."
