@@ -14,6 +14,7 @@ from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.metrics import AccuracyMatrix
 from safemerge_pl.scoring.rows import summarise
 from safemerge_pl.scoring.scorer import Scorer
+from safemerge_pl.scoring.tags import tag_scores
 
 __all__ = ["ContinualMergeModule"]
 
@@ -122,13 +123,12 @@ class ContinualMergeModule(L.LightningModule):
         tasks = [name for name in data.eval_names if name in data.stream.names]
         if stage == "fit":
             scores = self._enter_row(tasks, accuracies)
-            prefix = "stream"
+            group = "stream"
         else:
             scores = summarise([accuracies[name] for name in tasks], [accuracies[name] for name in data.controls])
-            prefix = stage
+            group = stage
         self.last_scores = {**accuracies, **scores}
-        named = {f"{'task' if name in tasks else 'control'}/{name}/acc": value for name, value in accuracies.items()}
-        named |= {f"{prefix}/{name}": value for name, value in scores.items()}
+        named = tag_scores(self.last_scores, tasks, data.controls, group)
         # "step" is what Lightning takes as the x-axis: the number of merged tasks in every mode
         self.log_dict({**named, "step": float(len(self.merged_tasks))}, add_dataloader_idx=False, sync_dist=False)
 

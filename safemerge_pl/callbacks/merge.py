@@ -14,6 +14,7 @@ from safemerge_pl.callbacks.guards import refuse_unsupported
 from safemerge_pl.callbacks.live import Live
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.part import MergePart, require_started
+from safemerge_pl.callbacks.scalars import log_fold
 from safemerge_pl.checkpoints.adapter_modules import plain_name
 from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.open import Source
@@ -22,6 +23,7 @@ from safemerge_pl.folding.processes import Processes
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
+from safemerge_pl.scoring.tags import tag_scores
 
 __all__ = ["MergeCallback"]
 
@@ -77,8 +79,8 @@ class MergeCallback(L.Callback):
         self._restored: dict[str, Any] | None = None
         if live and experts != "zoo":
             raise ValueError("give `experts` (checkpoints) or `epochs_per_task`/`boundary` (training), not both.")
-        self.files = FromFiles(self.part, experts, on_fold=self.log_fold)
-        self.live = Live(self.part, live, on_fold=self.log_fold, on_scores=self.log_scores) if live else None
+        self.files = FromFiles(self.part, experts, on_fold=log_fold)
+        self.live = Live(self.part, live, on_fold=log_fold, on_scores=self.log_scores) if live else None
         self._mode: FromFiles | Live = self.live or self.files
 
     @property
@@ -161,7 +163,7 @@ class MergeCallback(L.Callback):
         if restored is not None and ("live" in restored) != (self.live is not None):
             kind = "checkpoints (`experts`)" if self.live is not None else "what a loop trains (`epochs_per_task`)"
             raise MisconfigurationException(f"this checkpoint is from a merge of {kind}; build the callback as then.")
-        merger = self.require_merger()
+        merger = require_started(self.merger)
         merger.device = self.part.choose_device(pl_module)
         merger.processes = Processes(shared=trainer.world_size > 1)
         self._mode.on_fit_start(trainer, pl_module, restored)
@@ -231,21 +233,9 @@ class MergeCallback(L.Callback):
                     )
 
     def _merged_tensors(self, pl_module: L.LightningModule) -> list[Tensor]:
-        merger = self.require_merger()
+        merger = require_started(self.merger)
         tensors = {plain_name(n): t for n, t in self.target(pl_module).state_dict(keep_vars=True).items()}
         return [tensors[name] for name in merger.merged_parameters()]
-
-    def log_fold(self, trainer: L.Trainer, report: FoldReport) -> None:
-        """Log what a fold did, over the number of merged tasks."""
-        scalars = {"merge/kept_fraction": report.kept_fraction, "merge/seconds": report.seconds}
-        scalars["merge/task_norm"] = sum(row.task_norm**2 for row in report.layers) ** 0.5
-        scalars["merge/update_norm"] = sum(row.update_norm**2 for row in report.layers) ** 0.5
-        if report.losses:
-            scalars |= {"merge/loss_first": report.losses[0], "merge/loss_last": report.losses[-1]}
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=report.index)
-            for step, loss in enumerate(report.losses):
-                logger.log_metrics({f"recovery/{report.index:02d}_{report.task}": loss}, step=step)
 
     def log_scores(
         self, trainer: L.Trainer, pl_module: L.LightningModule, scores: dict[str, float], controls: Sequence[str]
@@ -254,15 +244,9 @@ class MergeCallback(L.Callback):
 
         A callback with a method ``on_merge_scored(trainer, pl_module, merge, scores)`` gets them.
         """
-        kinds = dict.fromkeys(("ACC", "BWT", "Gen", "H"), "stream/{}")
-        kinds |= dict.fromkeys(self.tasks, "task/{}/acc") | dict.fromkeys(controls, "control/{}/acc")
         for logger in trainer.loggers:
-            logger.log_metrics({kinds[n].format(n): value for n, value in scores.items()}, step=len(self.tasks))
+            logger.log_metrics(tag_scores(scores, self.tasks, controls), step=len(self.tasks))
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if hasattr(callback, "on_merge_scored"):
                 callback.on_merge_scored(trainer, pl_module, self, scores)
-
-    def require_merger(self) -> ContinualMerger | LiveMerger:
-        """The merger, once ``setup`` has made it."""
-        return require_started(self.merger)
