@@ -2,10 +2,14 @@
 
 import math
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from jsonargparse import ArgumentParser
 
 from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.fit import Fitted
@@ -19,8 +23,9 @@ from safemerge_pl.output.locks import output_lock
 from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
+from safemerge_pl.runtime.progress import FoldProgress
 
-__all__ = ["fold_once"]
+__all__ = ["fold_once", "run"]
 
 _IN_MEMORY = 4 * 10**9
 """Bytes of a whole model in float32 up to which its merge is kept in memory."""
@@ -153,3 +158,32 @@ def _inputs(pretrained: str, sources: Sequence[str], merged: str | None, output:
     if merged is not None and Path(merged).resolve() != Path(output).resolve():
         places.append(Path(merged))
     return tuple(place for place in places if place.exists())
+
+
+def run() -> None:
+    """Fold one model or several, from command line options."""
+    parser = ArgumentParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
+    parser.add_argument("--config", "-c", action="config")
+    parser.add_function_arguments(fold_once, skip={"progress"})
+    arguments = sys.argv[2:]
+    if any(given.startswith("--method.") for given in arguments) and not {"--method", "--config", "-c"} & {
+        given.partition("=")[0] for given in arguments
+    }:
+        arguments = ["--method", "SafeMerge", *arguments]  # what is meant where only its settings are given
+    config = parser.instantiate_classes(parser.parse_args(arguments))
+    sys.argv[0] = Path(sys.argv[0]).name.replace("__main__.py", "safemerge")  # for the model card
+    options = {key: value for key, value in vars(config).items() if key != "config"}
+    before = time.perf_counter()
+    with FoldProgress() as progress:
+        merger = fold_once(**options, progress=progress)
+    seconds = time.perf_counter() - before
+    count = 1 if isinstance(options["incoming"], str) else len(options["incoming"])
+    for report in merger.reports[-count:]:
+        print(
+            f"{merger.method.label}: folded '{report.task}' as task {report.index} in {report.seconds:.1f} s, "
+            f"{report.kept_fraction:.0%} of its entries in {len(report.layers)} layers"
+        )
+        for note in report.notes:
+            print(f"note: {note}")
+    tasks = f"{len(merger.tasks)} task{'' if len(merger.tasks) == 1 else 's'}"
+    print(f"merged model: {options['output']}, {tasks}, SHA-256 {report.merged}, {seconds:.1f} s")
