@@ -236,6 +236,11 @@ class MergeCallback(L.Callback):
                         f"two merge callbacks share {shared} parameters; give each its own `module_attr` or `layers`."
                     )
 
+    def _require_merger(self) -> ContinualMerger | LiveMerger:
+        require_started(self.merger)
+        assert self.merger is not None
+        return self.merger
+
     def _merged_tensors(self, pl_module: L.LightningModule) -> list[Tensor]:
         merger = self._require_merger()
         tensors = {plain_name(n): t for n, t in self.target(pl_module).state_dict(keep_vars=True).items()}
