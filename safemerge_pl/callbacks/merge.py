@@ -99,10 +99,6 @@ class MergeCallback(L.Callback):
         """The merge itself, ``None`` before ``fit``."""
         return self._mode.merger
 
-    def _require_merger(self) -> ContinualMerger | LiveMerger:
-        merger = self._mode.merger
-        return require_started(merger) if isinstance(merger, LiveMerger) else require_started(merger)
-
     @property
     def method(self) -> MergeMethod:
         """How to merge."""
