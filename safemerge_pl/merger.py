@@ -16,7 +16,7 @@ from torch import Tensor
 from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Likeness, Mismatch
-from safemerge_pl.checkpoints.fit import aligned, require_dtype, require_finite, require_fit, require_values
+from safemerge_pl.checkpoints.fit import Fitted, fit, require_dtype, require_finite, require_values
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE
 from safemerge_pl.folding.bound import MaxResponse, choose_bound, measure_response, scale_vector
@@ -29,7 +29,7 @@ from safemerge_pl.maths.response import bounded_scale
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.methods.saved import describe_method, rebuild_method, require_same_method
-from safemerge_pl.output.ledger import continued, ledger_line, provenance
+from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
 from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
@@ -199,8 +199,8 @@ class ContinualMerger:
         state = copy.deepcopy(self.method.state_dict())
         try:
             with exact_arithmetic(self.device):
-                names, checkpoint, hashed = self.processes.agree(lambda: self._sound_incoming(incoming, task))
-                folding = self._folding(checkpoint, names, task)
+                fitted, hashed = self.processes.agree(lambda: self._examine(incoming, task))
+                folding = self._folding(fitted, task)
                 staged = self._room()
                 folding.run(staged)
                 response, scale = self._measure(staged)
@@ -209,7 +209,7 @@ class ContinualMerger:
                 report = FoldReport(
                     task=task,
                     index=len(before.reports) + 1,
-                    source=checkpoint.source,
+                    source=fitted.source,
                     incoming=hashed,
                     merged=merged,
                     seconds=time.perf_counter() - start,
@@ -217,10 +217,10 @@ class ContinualMerger:
                     kept_fraction=self._kept_fraction(rows),
                     losses=tuple(folding.losses),
                     layers=tuple(rows),
-                    notes=(*self._notes(checkpoint, rows, hashed), *folding.notes),
+                    notes=(*self._notes(fitted, rows, hashed), *folding.notes),
                     response=response,
                     scale=scale,
-                    **provenance(checkpoint),
+                    **provenance(fitted),
                 )
                 line = self._ledger_line(report)
             # all that can fail is done: from here on the merge has the task, report and ledger line included
@@ -234,7 +234,7 @@ class ContinualMerger:
         before.close()
         return report
 
-    def check(self, incoming: Source, task: str, *, values: bool = True) -> tuple[dict[str, str], Checkpoint]:
+    def check(self, incoming: Source, task: str, *, values: bool = True) -> Fitted:
         """See whether a model could be folded, without changing anything.
 
         Args:
@@ -243,28 +243,15 @@ class ContinualMerger:
             values: also read the tensors and look for NaN and Inf; otherwise headers only (and an adapter's factors).
 
         Returns:
-            The incoming name of each parameter to merge, and the opened checkpoint.
+            The parameters to merge, as the incoming model has them; :meth:`fold` takes it, and matches no name again.
 
         Raises:
             CheckpointError: if it does not fit.
         """
-        checkpoint = self._aligned(incoming, task, values=values)
-        return require_fit(self.pretrained, self.plan.parameters, checkpoint, values=values), checkpoint
-
-    def _aligned(self, incoming: Source, task: str, *, values: bool) -> Checkpoint:
         if task.casefold() in (name.casefold() for name in self.tasks):
             raise CheckpointError(f"a task of the name '{task}' is already merged; give another name.")
         opened, parameters = open_checkpoint(incoming), self.plan.parameters
-        return aligned(self.pretrained, parameters, opened, values=values, on_mismatch=self.on_mismatch)
-
-    def _sound_incoming(self, incoming: Source, task: str) -> tuple[dict[str, str], Checkpoint, str]:
-        """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
-        checkpoint = self._aligned(incoming, task, values=True)
-        names = require_fit(self.pretrained, self.plan.parameters, checkpoint, values=False)
-        likeness = Likeness(self.pretrained, list(names))
-        hashed = self._hash(lambda name: likeness.add(name, _sound(checkpoint, names[name])))
-        checkpoint.notes = tuple(dict.fromkeys((*checkpoint.notes, *likeness.notes())))
-        return names, checkpoint, hashed
+        return fit(self.pretrained, parameters, opened, values=values, on_mismatch=self.on_mismatch)
 
     def save(
         self,
@@ -346,7 +333,7 @@ class ContinualMerger:
         while True:
             try:
                 self.load_state_dict(saved.values, saved.masters())
-                self._now = replace(self._now, ledger=tuple(continued(saved.ledger(), self._now.ledger)))
+                self._now = replace(self._now, ledger=tuple(continue_ledger(saved.ledger(), self._now.ledger)))
                 break
             except CheckpointError:
                 earlier, saved = saved, read_merge(Path(folder))
@@ -445,7 +432,22 @@ class ContinualMerger:
         """How many tasks have changed each layer so far."""
         return Counter(row.layer for report in self._now.reports for row in report.layers if row.task_norm)
 
-    def _folding(self, checkpoint: Checkpoint, names: dict[str, str], task: str) -> Folding:
+    def _examine(self, incoming: Source, task: str) -> tuple[Fitted, str]:
+        """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
+        fitted = self.check(incoming, task, values=False)
+        fitted.require_change()
+        likeness = Likeness(self.pretrained, list(fitted))
+
+        def read(name: str) -> Tensor:
+            tensor = fitted[name]
+            require_finite(tensor, fitted.names[name], fitted.source)
+            return likeness.add(name, tensor)
+
+        hashed = self._hash(read)
+        fitted.notes = tuple(dict.fromkeys((*fitted.notes, *likeness.notes())))
+        return fitted, hashed
+
+    def _folding(self, incoming: Fitted, task: str) -> Folding:
         return Folding(
             method=self.method,
             index=len(self._now.reports) + 1,
@@ -454,13 +456,12 @@ class ContinualMerger:
             others=self.others,
             pretrained=self.pretrained,
             current=self._current,
-            incoming=checkpoint,
-            names=names,
+            incoming=incoming,
             device=self.device,
             processes=self.processes,
             reference=self.reference,
             caches=self._caches,
-            told=functools.partial(self.progress or (lambda *_: None), task),
+            on_progress=functools.partial(self.progress or (lambda *_: None), task),
         )
 
     def _room(self) -> MutableMapping[str, Tensor]:

@@ -29,7 +29,7 @@ def train(module: nn.Module, seed: int) -> None:
 
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_a_plain_loop_equals_folding_checkpoints(build: Any, tmp_path: Path) -> None:
-    """B1 to B5, I17: with fused, transposed and tied tensors; the rest returns to its pretrained values."""
+    """With fused, transposed and tied tensors; the rest returns to its pretrained values."""
     module = build()
     theta0, objects = tiny.copied(module.state_dict()), [id(p) for p in module.parameters()]
     merger, other = LiveMerger(module, tiny.fast_method()), ContinualMerger(copy.deepcopy(module), tiny.fast_method())
@@ -129,7 +129,7 @@ def test_a_saved_transformers_model_loads(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("build", [tiny.timm_vit, tiny.hf_gpt2], ids=["timm", "gpt2"])
 def test_adapters_are_folded_as_dense_updates_and_start_anew(build: Any) -> None:
-    """G1, G4: LoRA (also on transposed weights) gives the merge of the dense model that it stands for."""
+    """LoRA (also on transposed weights) gives the merge of the dense model that it stands for."""
     peft = pytest.importorskip("peft")
     plain = build()
     theta0 = tiny.copied(plain.state_dict())
@@ -163,7 +163,6 @@ def test_adapters_are_folded_as_dense_updates_and_start_anew(build: Any) -> None
     ],
 )
 def test_adapters_without_a_dense_equivalent_are_refused(settings: dict[str, Any], message: str) -> None:
-    """G6."""
     peft = pytest.importorskip("peft")
     module = peft.get_peft_model(tiny.timm_vit(), peft.LoraConfig(target_modules=["qkv"], r=2, **settings))
     with pytest.raises(CheckpointError, match=message):
@@ -171,7 +170,7 @@ def test_adapters_without_a_dense_equivalent_are_refused(settings: dict[str, Any
 
 
 def test_adapters_on_whole_attentions_are_refused() -> None:
-    """G6: what peft does there is no plain sum (huggingface/peft#3774)."""
+    """What peft does there is no plain sum (huggingface/peft#3774)."""
     peft = pytest.importorskip("peft")
     module = peft.get_peft_model(tiny.open_clip_model(), peft.LoraConfig(target_modules=["attn"], r=2))
     with pytest.raises(CheckpointError, match=r"is on a whole nn\.MultiheadAttention"):
@@ -179,7 +178,6 @@ def test_adapters_on_whole_attentions_are_refused() -> None:
 
 
 def test_other_tuners_and_merged_adapters_are_refused() -> None:
-    """G6."""
     peft = pytest.importorskip("peft")
     module = peft.get_peft_model(tiny.timm_vit(), peft.LoHaConfig(target_modules=["fc1"], r=2))
     with pytest.raises(CheckpointError, match="of which no dense equivalent is known"):
@@ -208,7 +206,7 @@ def test_methods_that_merge_everything_leave_adapters_alone() -> None:
 
 
 def test_compiled_modules_and_wrappers(tmp_path: Path) -> None:
-    """D2: names with ``_orig_mod.`` are the same layers."""
+    """Names with ``_orig_mod.`` are the same layers."""
     compiled = torch.compile(tiny.timm_vit(), backend="eager")
     merger = LiveMerger(compiled, tiny.fast_method())  # type: ignore[arg-type]
     plain = LiveMerger(tiny.timm_vit(), tiny.fast_method())
@@ -236,7 +234,7 @@ def test_pretrained_weights_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_state_continues_to_the_same_bits() -> None:
-    """I4, I5: also with adapters whose random start differs in the new process."""
+    """Also with adapters whose random start differs in the new process."""
     peft = pytest.importorskip("peft")
 
     def build(seed: int) -> LiveMerger:
@@ -259,7 +257,7 @@ def test_a_state_continues_to_the_same_bits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_keep_a_float32_master(dtype: torch.dtype) -> None:
-    """A1: the module holds the merge in its own dtype, the merger in float32."""
+    """The module holds the merge in its own dtype, the merger in float32."""
     module = tiny.timm_vit().to(dtype)
     merger = LiveMerger(module, tiny.fast_method())
     train(module, 1)

@@ -1,11 +1,9 @@
 """The callback that folds the next fine-tuned model into the module at each task boundary."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -15,6 +13,8 @@ from safemerge_pl.callbacks.from_files import FromFiles
 from safemerge_pl.callbacks.guards import refuse_unsupported
 from safemerge_pl.callbacks.live import Live
 from safemerge_pl.callbacks.options import LiveOptions
+from safemerge_pl.callbacks.part import MergePart, require_started
+from safemerge_pl.callbacks.scalars import log_fold
 from safemerge_pl.checkpoints.adapter_modules import plain_name
 from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.open import Source
@@ -23,6 +23,7 @@ from safemerge_pl.folding.processes import Processes
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
+from safemerge_pl.scoring.tags import tag_scores
 
 __all__ = ["MergeCallback"]
 
@@ -74,16 +75,13 @@ class MergeCallback(L.Callback):
         **live: Unpack[LiveOptions],
     ) -> None:
         super().__init__()
-        self.method = SafeMerge() if method is None else method
-        self.experts: Experts = experts
-        self.layers, self.module_attr, self.device = layers, module_attr, device
-        self.on_mismatch: Mismatch = on_mismatch
-        self.merger: ContinualMerger | LiveMerger | None = None
+        self.part = MergePart(SafeMerge() if method is None else method, layers, module_attr, device, on_mismatch)
         self._restored: dict[str, Any] | None = None
         if live and experts != "zoo":
             raise ValueError("give `experts` (checkpoints) or `epochs_per_task`/`boundary` (training), not both.")
-        self.live = Live(self, live) if live else None
-        self._mode = self.live or FromFiles(self)
+        self.files = FromFiles(self.part, experts, on_fold=log_fold)
+        self.live = Live(self.part, live, on_fold=log_fold, on_scores=self.log_scores) if live else None
+        self._mode: FromFiles | Live = self.live or self.files
 
     @property
     def state_key(self) -> str:
@@ -97,6 +95,45 @@ class MergeCallback(L.Callback):
         return next((callback for callback in callbacks if isinstance(callback, MergeCallback)), None)
 
     @property
+    def merger(self) -> ContinualMerger | LiveMerger | None:
+        """The merge itself, ``None`` before ``fit``."""
+        return self._mode.merger
+
+    @property
+    def method(self) -> MergeMethod:
+        """How to merge."""
+        return self.part.method
+
+    @property
+    def layers(self) -> Sequence[str] | None:
+        """Patterns of the parameters to merge."""
+        return self.part.layers
+
+    @property
+    def module_attr(self) -> str | None:
+        """Dotted path of the sub-module that is merged."""
+        return self.part.module_attr
+
+    @property
+    def device(self) -> str:
+        """Where the arithmetic runs."""
+        return self.part.device
+
+    @property
+    def on_mismatch(self) -> Mismatch:
+        """What to do with a model of another image size or vocabulary."""
+        return self.part.on_mismatch
+
+    @property
+    def experts(self) -> Experts:
+        """Where the fine-tuned models are."""
+        return self.files.experts
+
+    @experts.setter
+    def experts(self, experts: Experts) -> None:
+        self.files.experts = experts
+
+    @property
     def tasks(self) -> list[str]:
         """Names folded so far, in order."""
         return [] if self.merger is None else self.merger.tasks
@@ -104,11 +141,11 @@ class MergeCallback(L.Callback):
     @property
     def sources(self) -> dict[str, Source]:
         """Checkpoint of each task, in stream order; empty in training."""
-        return self._mode.sources if isinstance(self._mode, FromFiles) else {}
+        return self.files.sources
 
     @property
     def reports(self) -> list[FoldReport]:
-        """One report a fold."""
+        """One report per fold."""
         return [] if self.merger is None else self.merger.reports
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -126,8 +163,8 @@ class MergeCallback(L.Callback):
         if restored is not None and ("live" in restored) != (self.live is not None):
             kind = "checkpoints (`experts`)" if self.live is not None else "what a loop trains (`epochs_per_task`)"
             raise MisconfigurationException(f"this checkpoint is from a merge of {kind}; build the callback as then.")
-        merger = self.require_merger()
-        merger.device = torch.device(pl_module.device if self.device == "auto" else self.device)
+        merger = self._require_merger()
+        merger.device = self.part.choose_device(pl_module)
         merger.processes = Processes(shared=trainer.world_size > 1)
         self._mode.on_fit_start(trainer, pl_module, restored)
 
@@ -181,20 +218,7 @@ class MergeCallback(L.Callback):
 
     def target(self, pl_module: L.LightningModule) -> nn.Module:
         """The sub-module that is merged."""
-        path = self.module_attr
-        if path is None:
-            backbone = getattr(pl_module, "backbone", None)
-            name = getattr(backbone, "merged_attr", None)
-            path = f"backbone.{name}" if name else ""
-        try:
-            target = operator.attrgetter(path)(pl_module) if path else pl_module
-        except AttributeError as error:
-            raise MisconfigurationException(
-                f"`module_attr` '{path}' does not exist in {type(pl_module).__name__}: {error}."
-            ) from error
-        if not isinstance(target, nn.Module):
-            raise MisconfigurationException(f"`module_attr` '{path}' is a {type(target).__name__}, not a module.")
-        return target
+        return self.part.target(pl_module)
 
     def _require_own_weights(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Two callbacks must not merge the same weights."""
@@ -208,22 +232,15 @@ class MergeCallback(L.Callback):
                         f"two merge callbacks share {shared} parameters; give each its own `module_attr` or `layers`."
                     )
 
+    def _require_merger(self) -> ContinualMerger | LiveMerger:
+        require_started(self.merger)
+        assert self.merger is not None
+        return self.merger
+
     def _merged_tensors(self, pl_module: L.LightningModule) -> list[Tensor]:
-        merger = self.require_merger()
+        merger = self._require_merger()
         tensors = {plain_name(n): t for n, t in self.target(pl_module).state_dict(keep_vars=True).items()}
         return [tensors[name] for name in merger.merged_parameters()]
-
-    def log_fold(self, trainer: L.Trainer, report: FoldReport) -> None:
-        """Log what a fold did, over the number of merged tasks."""
-        scalars = {"merge/kept_fraction": report.kept_fraction, "merge/seconds": report.seconds}
-        scalars["merge/task_norm"] = sum(row.task_norm**2 for row in report.layers) ** 0.5
-        scalars["merge/update_norm"] = sum(row.update_norm**2 for row in report.layers) ** 0.5
-        if report.losses:
-            scalars |= {"merge/loss_first": report.losses[0], "merge/loss_last": report.losses[-1]}
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=report.index)
-            for step, loss in enumerate(report.losses):
-                logger.log_metrics({f"recovery/{report.index:02d}_{report.task}": loss}, step=step)
 
     def log_scores(
         self, trainer: L.Trainer, pl_module: L.LightningModule, scores: dict[str, float], controls: Sequence[str]
@@ -232,17 +249,9 @@ class MergeCallback(L.Callback):
 
         A callback with a method ``on_merge_scored(trainer, pl_module, merge, scores)`` gets them.
         """
-        kinds = dict.fromkeys(("ACC", "BWT", "Gen", "H"), "stream/{}")
-        kinds |= dict.fromkeys(self.tasks, "task/{}/acc") | dict.fromkeys(controls, "control/{}/acc")
         for logger in trainer.loggers:
-            logger.log_metrics({kinds[n].format(n): value for n, value in scores.items()}, step=len(self.tasks))
+            logger.log_metrics(tag_scores(scores, self.tasks, controls), step=len(self.tasks))
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if hasattr(callback, "on_merge_scored"):
                 callback.on_merge_scored(trainer, pl_module, self, scores)
-
-    def require_merger(self) -> ContinualMerger | LiveMerger:
-        """The merger, once ``setup`` has made it."""
-        if self.merger is None:
-            raise RuntimeError("the merge has not started: `setup` was not called for stage 'fit'.")
-        return self.merger

@@ -1,4 +1,4 @@
-"""What can be said about merging inside a training loop."""
+"""Options for merging inside a training loop."""
 
 from collections.abc import Callable
 

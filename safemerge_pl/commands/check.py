@@ -1,13 +1,15 @@
 """Pre-flight: everything that could stop a stream, found in seconds from headers, listed at once."""
 
 import shutil
+import sys
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks import MergeCallback
-from safemerge_pl.checkpoints.fit import aligned, require_fit
+from safemerge_pl.checkpoints.fit import fit
 from safemerge_pl.checkpoints.open import open_checkpoint
+from safemerge_pl.commands.fit import build_cli
 from safemerge_pl.data.experts import find_experts
 from safemerge_pl.data.module import ImageSet, StreamDataModule
 from safemerge_pl.folding.selection import plan_merge
@@ -15,7 +17,26 @@ from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.folders import nearest
 from safemerge_pl.output.saving import output_size
 
-__all__ = ["check_stream"]
+__all__ = ["check_stream", "run"]
+
+
+def run() -> None:
+    """List facts and problems of a configuration; exits with 1 if there is a problem."""
+    sys.argv = [sys.argv[0], *sys.argv[2:]]  # LightningCLI knows no verb here
+    cli = build_cli(run=False)
+    merge = MergeCallback.of(cli.trainer)
+    if merge is None:
+        raise MisconfigurationException(
+            "the configuration has no merge callback: add SAFEMergeCallback under trainer.callbacks."
+        )
+    facts, problems = check_stream(cli.model, cli.datamodule, merge, Path(cli.trainer.default_root_dir))
+    for fact in facts:
+        print(fact)
+    for problem in problems:
+        print(f"PROBLEM {problem}", file=sys.stderr)
+    if problems:
+        sys.exit(f"safemerge: {len(problems)} problem{'s' if len(problems) > 1 else ''} found.")
+    print("no problem found")
 
 
 def check_stream(
@@ -58,10 +79,8 @@ def check_stream(
         return facts, [*problems, *str(error).splitlines()]
     for task, source in experts.items():
         try:
-            incoming = aligned(
-                base, plan.parameters, open_checkpoint(source), values=False, on_mismatch=merge.on_mismatch
-            )
-            require_fit(base, plan.parameters, incoming, values=False)
+            opened = open_checkpoint(source)
+            incoming = fit(base, plan.parameters, opened, values=False, on_mismatch=merge.on_mismatch)
             facts += [f"task '{task}': {note}" for note in incoming.notes]
         except ValueError as error:
             problems.append(f"task '{task}': {error}")

@@ -61,7 +61,7 @@ def copy_side_files(base: Path, staging: Path, dtype: OutputDtype, *, code: bool
         target = staging / path
         target.parent.mkdir(parents=True, exist_ok=True)
         settings = _settings(base / path) if path.name.endswith("config.json") and path.parent == Path() else None
-        adapted = None if settings is None else _adapted(settings, path.name == "config.json", dtype, code)
+        adapted = None if settings is None else _adapt(settings, path.name == "config.json", dtype, code)
         if adapted == settings:
             shutil.copyfile(base / path, target)
         else:
@@ -117,17 +117,17 @@ def _settings(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _adapted(
+def _adapt(
     settings: dict[str, Any], is_model: bool, dtype: OutputDtype, code: bool, *, tower: bool = False
 ) -> dict[str, Any]:
-    """A configuration that fits the new weights; those of its towers are adapted likewise."""
+    """Make a configuration fit the new weights, and those of its towers likewise."""
     dropped = {*(_STALE if is_model else ()), *(() if code else ("auto_map",))}
     found = {key: value for key, value in settings.items() if key not in dropped}
     if not is_model:
         return found
     for key, value in found.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            found[key] = _adapted(value, True, dtype, code, tower=True)
+            found[key] = _adapt(value, True, dtype, code, tower=True)
     if dtype != "same" and (not tower or {"dtype", "torch_dtype"} & found.keys()):
         found.pop("torch_dtype", None)
         found["dtype"] = dtype
