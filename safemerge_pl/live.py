@@ -310,6 +310,8 @@ class LiveMerger:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
         saved = read_merge(Path(folder))
+        if options.get("max_response", "auto") == "auto":
+            options["max_response"] = saved.values.get("max_response")
         merger = cls(module, method or rebuild_method(saved.values["method"]), pretrained=pretrained, **options)
         merger.merger.restore(folder)
         return merger

@@ -28,7 +28,7 @@ from safemerge_pl.folding.store import DiskTensors, LazyTensors
 from safemerge_pl.maths.response import bounded_scale
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
-from safemerge_pl.methods.saved import describe_method, rebuild_method, require_same_method
+from safemerge_pl.methods.saved import describe_method, rebuild_method, require_plain_settings, require_same_method
 from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
 from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
@@ -105,6 +105,7 @@ class ContinualMerger:
         self.workspace = None if workspace is None else Path(workspace)
         self.on_mismatch: Mismatch = on_mismatch
         self.method = SafeMerge() if method is None else method
+        require_plain_settings(self.method)
         self.max_response = choose_bound(self.method, max_response)
         self.plan = plan_merge(_snapshot(pretrained), self.method, layers)
         self.device = torch.device(device)
@@ -310,12 +311,15 @@ class ContinualMerger:
             folder: written by :meth:`save`.
             pretrained: the same pretrained model as then.
             method: the same method as then; rebuilt from the saved settings if left out.
-            options: others of the constructor; ``layers`` the same as then.
+            options: others of the constructor; ``layers`` the same as then. ``max_response`` is that of then if it is
+                left out.
 
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
         saved = read_merge(Path(folder))
+        if options.get("max_response", "auto") == "auto":
+            options["max_response"] = saved.values.get("max_response")
         merger = cls(pretrained, method or rebuild_method(saved.values["method"]), **options)
         merger.restore(folder)
         return merger

@@ -1,13 +1,14 @@
 """A merge method as plain values, and back: what a saved merge knows of its method."""
 
 import importlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.methods.base import MergeMethod
 
-__all__ = ["describe_method", "rebuild_method", "require_same_method"]
+__all__ = ["describe_method", "rebuild_method", "require_plain_settings", "require_same_method"]
 
 
 def describe_method(method: MergeMethod) -> dict[str, Any]:
@@ -23,6 +24,22 @@ def describe_method(method: MergeMethod) -> dict[str, Any]:
         "init_args": method.settings(),
         "state": method.state_dict(),
     }
+
+
+def require_plain_settings(method: MergeMethod) -> None:
+    """Refuse settings that could not be written into a state file or ledger, before anything is folded with them.
+
+    Raises:
+        ValueError: naming the method, and the setting that is no plain finite value.
+    """
+    for name, value in method.settings().items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"`{name}` of {type(method).__name__} is {value!r}, which is no plain finite value ({error}); leave it "
+                "out of `settings()`, or give it as a number, text, list or mapping."
+            ) from error
 
 
 def rebuild_method(saved: Mapping[str, Any]) -> MergeMethod:
