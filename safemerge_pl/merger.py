@@ -15,9 +15,10 @@ from torch import Tensor
 from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Likeness, Mismatch
-from safemerge_pl.checkpoints.fit import Fitted, fit, require_dtype, require_finite, require_values
+from safemerge_pl.checkpoints.fit import Fitted, fit
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE
+from safemerge_pl.checkpoints.values import require_dtype, require_finite, require_values
 from safemerge_pl.folding.engine import Folding
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport, LayerReport
@@ -89,7 +90,7 @@ class ContinualMerger:
         with exact_arithmetic(self.device):
             for name in self.plan.parameters:
                 require_dtype(self.pretrained, name)
-            self.reference = self._hash(lambda name: _sound(self.pretrained, name).float())
+            self.reference = self._hash(lambda name: _read_finite(self.pretrained, name).float())
 
     @property
     def pretrained(self) -> Checkpoint:
@@ -185,7 +186,7 @@ class ContinualMerger:
         Args:
             incoming: as for :meth:`fold`.
             task: as for :meth:`fold`.
-            values: also read the tensors and look for NaN and Inf; otherwise headers only (and an adapter's factors).
+            values: also read the tensors and look for NaN and Inf; otherwise headers only.
 
         Returns:
             The parameters to merge, as the incoming model has them; :meth:`fold` takes it, and matches no name again.
@@ -393,8 +394,8 @@ class ContinualMerger:
                 yield f"the same weights were folded before, as '{earlier.task}'"
 
 
-def _sound(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor without NaN and Inf."""
+def _read_finite(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read a tensor, and see that it has neither NaN nor Inf."""
     tensor = checkpoint[name]
     require_finite(tensor, name, checkpoint.source)
     return tensor

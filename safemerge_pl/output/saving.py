@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.layers import vision_only
-from safemerge_pl.checkpoints.fit import require_values
 from safemerge_pl.checkpoints.layouts import pieces_of, relaid
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, match_names, open_checkpoint
 from safemerge_pl.checkpoints.tensors import View
+from safemerge_pl.checkpoints.values import require_values
 from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.output.files import CARD_FILE, LEDGER_FILE, MASTER_FILE, OPEN_CLIP_STEM, STATE_FILE, WEIGHTS_STEM
 from safemerge_pl.output.folders import check_output, recover_output, require_space, staged_folder
