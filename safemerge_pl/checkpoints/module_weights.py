@@ -25,6 +25,7 @@ def read_for_module(module: nn.Module, tensors: Mapping[str, Tensor], source: So
         CheckpointError: if the checkpoint lacks a tensor, or has it in another shape.
 
     Example:
+        >>> import torch
         >>> module = nn.Linear(2, 1, bias=False).half()
         >>> read_for_module(module, module.state_dict(), {"model.weight": torch.ones(1, 2)})
         {'weight': tensor([[1., 1.]], dtype=torch.float16)}
