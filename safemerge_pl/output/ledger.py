@@ -39,7 +39,7 @@ def ledger_line(report: FoldReport, method: str, settings: dict[str, Any]) -> st
 
 def provenance(checkpoint: Checkpoint) -> dict[str, str | None]:
     """Where a model lay (resolved), its commit if it came from the hub, the time, and this package's version."""
-    from safemerge_pl import __version__
+    from safemerge_pl.version import __version__
 
     place = checkpoint.folder or Path(checkpoint.source)
     known = checkpoint.folder is not None or place.exists()

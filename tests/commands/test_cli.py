@@ -12,7 +12,7 @@ import pytest
 import yaml
 from command_line import QUICK, environment, safemerge
 
-from safemerge_pl.cli import config_folder, resolve_configs
+from safemerge_pl.runtime.configs import config_folder, resolve_configs
 
 NAMES = sorted(path.name for path in config_folder().glob("*.yaml"))
 CONFIGS = [name for name in NAMES if not name.startswith(("study", "clip"))]  # the latter: test_benchmark_data.py
