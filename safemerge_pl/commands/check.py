@@ -93,9 +93,12 @@ def check_stream(
         "the rest stays pretrained"
     )
     facts.append(f"memory for merging: about {plan.memory / 2**20:.0f} MiB beside the model")
-    needed = output_size(plan, base, "float32")
     place = nearest(output.absolute())
     free = shutil.disk_usage(place).free
+    try:
+        needed = output_size(plan, base, "float32")
+    except ValueError as error:
+        return facts, [*problems, f"merged model: {error}"]
     facts.append(f"disk for the merged model: at most {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB free in {place}")
     if needed > free:
         problems.append(f"{place} has {free / 2**20:.0f} MiB free, the merged model needs {needed / 2**20:.0f} MiB.")
