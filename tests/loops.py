@@ -86,6 +86,16 @@ class Tasks(L.LightningDataModule):
         return [batches(task) for task in range(len(TASKS))]
 
 
+def accuracies(module: Classifier, tasks: int = 3) -> dict[str, float]:
+    """Shares of right answers by task, counted by hand."""
+    found = {}
+    for task, name in zip(range(tasks), TASKS, strict=False):
+        pixels, labels = batches(task).dataset.tensors  # type: ignore[attr-defined]
+        with torch.no_grad():
+            found[name] = (module(pixels).argmax(1) == labels).float().mean().item()
+    return found
+
+
 def live(**options: Any) -> SAFEMergeCallback:
     """The callback under test, in live mode unless told otherwise."""
     if "boundary" not in options:
