@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 class Named(Classifier):
-    """Logs one name a task."""
+    """Logs one name per task."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         right = (self(batch[0]).argmax(1) == batch[1]).float().mean()
