@@ -48,9 +48,9 @@ class MergeCallback(L.Callback):
 
     Args:
         method: how to merge; SAFE-Merge with its defaults if left out.
-        experts: where the fine-tuned models are: ``"zoo"``, a folder with one sub-folder per task, a path with ``{task}``
-            in it, a list of such places (the first that has the task wins), or a mapping from task to model. A mapping
-            also gives the order where the data module has no stream.
+        experts: where the fine-tuned models are: ``"zoo"``, a folder with one sub-folder per task, a path with
+            ``{task}`` in it, a list of such places (the first that has the task wins), or a mapping from task to model.
+            A mapping also gives the order where the data module has no stream.
         layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
         module_attr: dotted path of the sub-module that is merged; by default the tower that the module's backbone
             names, or the whole module.
