@@ -24,7 +24,7 @@ class ContinualMergeModule(L.LightningModule):
 
     The module never trains: a :class:`safemerge_pl.callbacks.MergeCallback` folds the next model in at the start of
     each epoch, and the epoch's validation scores the result. It optimises nothing and its loss is a fresh zero, so
-    Lightning counts one step a merge and checkpoints as usual.
+    Lightning counts one step per merge and checkpoints as usual.
 
     Logged after each merge, over the number of merged tasks: ``stream/ACC``, ``stream/BWT``, ``stream/Gen``,
     ``stream/H``, ``task/<name>/acc`` and ``control/<name>/acc``, all as shares in ``[0, 1]``. What is undefined (BWT

@@ -1,4 +1,4 @@
-"""Progress of a merge stream: a bar while something is folded or scored, and one line a task that stays."""
+"""Progress of a merge stream: a bar during folding and scoring, and one permanent line per task."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["StreamProgress"]
 
 
 class StreamProgress(ProgressBar):
-    """One line a task. On a terminal a bar shows how far the evaluation is; a log file gets the lines alone."""
+    """Print one line per task. A terminal also shows a bar during the evaluation; a log file gets the lines alone."""
 
     def __init__(self) -> None:
         super().__init__()

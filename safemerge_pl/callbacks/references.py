@@ -16,7 +16,7 @@ class ReferenceRows(L.Callback):
     """Score the pretrained model and every expert before the first merge.
 
     *Pre-trained* is the zero-shot model on all tasks and control sets. *Individual* is each expert on its own task, and
-    the mean over the experts of their control accuracies (METHODS 12). The rows are saved in checkpoints, so a resumed
+    the mean over the experts of their control accuracies. The rows are saved in checkpoints, so a resumed
     run does not measure them again.
 
     Args:
@@ -65,7 +65,7 @@ class ReferenceRows(L.Callback):
 
 
 def _say(trainer: L.Trainer, what: str, row: dict[str, Any]) -> None:
-    """One line a model, where there is a progress bar to print it."""
+    """Print one line per model, if there is a progress bar to print it."""
     bar = trainer.progress_bar_callback
     if bar is not None:
         columns = ("acc", "Gen") if "acc" in row else ("ACC", "Gen", "H")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from command_line import safemerge
 
 from safemerge_pl.callbacks import MergeCallback
 from safemerge_pl.commands.check import check_stream
@@ -14,6 +15,8 @@ from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.saving import output_size
 from safemerge_pl.zoo import FILES
+
+MERGE = "--trainer.callbacks.init_args."
 
 
 def module_of(folder: Path) -> ContinualMergeModule:
@@ -45,3 +48,12 @@ def test_an_output_that_would_lack_a_file_is_a_problem(
     assert len(problems) == 1
     assert "merged model: " in problems[0]
     assert "vocab.txt is a link to a file that is gone" in problems[0]
+
+
+def test_check_lists_every_problem_at_once(tmp_path: Path) -> None:
+    args = [MERGE + "experts", '{"weather": "gone", "clipart_category": "also/gone/now"}']
+    run = safemerge("check", "--config", "tiny.yaml", *args, cwd=tmp_path)
+    assert run.returncode == 1
+    assert "task 'weather': gone does not exist." in run.stderr
+    assert "task 'clipart_category': also/gone/now does not exist." in run.stderr
+    assert "2 problems found" in run.stderr
