@@ -18,7 +18,9 @@ _ROLE = re.compile(r":(?P<role>class|meth|func|attr|mod|exc|data):`(?:(?P<text>[
 _MATH = re.compile(r":math:`(?P<tex>[^`]+)`")
 _BLOCK = re.compile(r"^(?P<indent> *)\.\. math::[ ]*(?P<first>.*)(?P<rest>(?:\n(?:(?P=indent) +.*)?)*)", re.MULTILINE)
 _CODE = re.compile(r"::$(?=\n\n? +\S)", re.MULTILINE)
-_EQUATION = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\(?P<kind>[(\[])(?P<tex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL)
+_EQUATION = re.compile(
+    r'<(?P<tag>span|div) class="arithmatex">\\(?P<kind>[(\[])(?P<tex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
+)
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
