@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from command_line import safemerge
 
-from safemerge_pl.cli import VERBS, Verb, config_folder, main, resolve_configs
+from safemerge_pl.cli import VERBS, Verb, main
+from safemerge_pl.runtime.configs import config_folder, resolve_configs
 
 
 def test_help_needs_no_heavy_import() -> None:
