@@ -87,7 +87,7 @@ def test_shell_is_shell(block: Block) -> None:
     subprocess.run(["bash", "-n", "-c", block.code], check=True)
 
 
-@pytest.mark.parametrize("arguments", _commands())
+@pytest.mark.parametrize("arguments", list(_commands()))
 def test_the_command_line_takes_it(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:

@@ -10,16 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from safemerge_pl.reports.stream import (
-    console_table,
-    environment,
-    markdown,
-    matrix_figure,
-    stream_figure,
-    table_rows,
-    write_json,
-    write_text,
-)
+from safemerge_pl.reports.stream import console_table, markdown, matrix_figure, stream_figure, table_rows
+from safemerge_pl.runtime.environment import describe_environment
+from safemerge_pl.runtime.files import write_json, write_text
 from safemerge_pl.runtime.memory import peak_memory_mib
 
 
@@ -213,7 +206,7 @@ def test_the_environment_is_plain_and_names_the_versions() -> None:
     """O6."""
     import torch
 
-    found = environment()
+    found = describe_environment()
     assert found["torch"] == torch.__version__.split("+")[0]
     assert {"python", "platform", "safemerge_pl", "lightning", "transformers", "cpus"} <= set(found)
     assert all(type(value) is str for value in found.values())
