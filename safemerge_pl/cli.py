@@ -39,7 +39,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print(_HELP.format(configs=names), end="")
         return
     if argv[0] == "--version":
-        from safemerge_pl import __version__
+        from safemerge_pl.version import __version__
 
         print(__version__)
         return

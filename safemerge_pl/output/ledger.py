@@ -9,6 +9,7 @@ from typing import Any
 
 from safemerge_pl.checkpoints.open import Checkpoint
 from safemerge_pl.folding.report import FoldReport
+from safemerge_pl.version import __version__
 
 __all__ = ["LEDGER_FILE", "continued", "ledger_line", "provenance", "read_ledger"]
 
@@ -40,8 +41,6 @@ def ledger_line(report: FoldReport, method: str, settings: dict[str, Any]) -> st
 
 def provenance(checkpoint: Checkpoint) -> dict[str, str | None]:
     """Where a model lay (resolved), its commit if it came from the hub, the time, and this package's version."""
-    from safemerge_pl import __version__
-
     place = checkpoint.folder or Path(checkpoint.source)
     known = checkpoint.folder is not None or place.exists()
     return {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.reports.stream import write_bytes
+from safemerge_pl.version import __version__
 
 __all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor", "surroundings"]
 
@@ -66,8 +67,6 @@ def keep_tensor(file: Path | None, tensor: Tensor) -> None:
 
 def surroundings(device: torch.device) -> list[str]:
     """What the bits of a result may depend on beside its inputs."""
-    from safemerge_pl import __version__
-
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return [kind, torch.__version__, __version__]
 

@@ -15,13 +15,13 @@ from folders import clip_folder
 from safetensors.torch import save_file
 from tiny import folded, fresh, tower, tuned
 
-from safemerge_pl import __version__
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.commands.fold import fold_once
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.output import saving
 from safemerge_pl.output.ledger import LEDGER_FILE
 from safemerge_pl.output.side_files import output_notes, side_files
+from safemerge_pl.version import __version__
 from safemerge_pl.zoo import FILES
 
 
