@@ -27,7 +27,7 @@ from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.reports.stream import write_json
+from safemerge_pl.runtime.files import write_json
 from safemerge_pl.runtime.memory import PeakMemory
 from safemerge_pl.scoring.rows import individual_row, require_published, score_row, summarise
 from safemerge_pl.scoring.scorer import Scorer, swapped_weights

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from safemerge_pl.reports.stream import write_bytes
+from safemerge_pl.runtime.files import write_bytes
 from safemerge_pl.version import __version__
 
 __all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor", "surroundings"]
