@@ -19,7 +19,8 @@ from safemerge_pl.folding.stacks import LARGE_ENTRIES, Folded, fold_rows, joined
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.cores import flat_parts, length_of, map_on_cores
-from safemerge_pl.runtime.disk_cache import KeptTensors, surroundings
+from safemerge_pl.runtime.disk_cache import KeptTensors
+from safemerge_pl.runtime.environment import machine_key
 
 __all__ = ["Folding"]
 
@@ -217,7 +218,7 @@ class Folding:
         """What depends on the pretrained weights of a stack alone; that of large matrices also for the next stream."""
         place = _place_of_cache(layers, device)
         if place not in self.caches:
-            origin = [self.reference, type(self.method).__qualname__, *place[1:], *surroundings(device)]
+            origin = [self.reference, type(self.method).__qualname__, *place[1:], *machine_key(device)]
             self.caches[place] = KeptTensors(origin if layers[0].entries >= WORTH_KEEPING else None, device)
         return self.caches[place]
 

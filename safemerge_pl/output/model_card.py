@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safemerge_pl.checkpoints.open import Checkpoint
-from safemerge_pl.reports.stream import environment
+from safemerge_pl.runtime.environment import environment
 
 if TYPE_CHECKING:
     from safemerge_pl.merger import ContinualMerger

@@ -5,9 +5,6 @@ A *report* is a dictionary of plain values: ``tasks``, ``controls``, ``method``,
 shares in [0, 1].
 """
 
-import os
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "console_table",
-    "environment",
     "markdown",
     "matrix_figure",
     "stream_figure",
@@ -131,18 +127,6 @@ def stream_figure(report: Report) -> "Figure":
         axes.legend(ncols=4, fontsize=8, loc="lower center")
     axes.set_ylim(bottom=0)
     return figure
-
-
-def environment() -> dict[str, str]:
-    """Versions and machine, for whoever wants to repeat the run."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("safemerge_pl", "torch", "lightning", "torchmetrics", "transformers", "datasets"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    found["cpus"] = str(os.cpu_count())
-    return found
 
 
 def _percent(value: float | None) -> str:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from safemerge_pl.reports.stream import environment
+from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import write_figure, write_json, write_text
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.runtime.files import write_bytes
-from safemerge_pl.version import __version__
 
-__all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor", "surroundings"]
+__all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor"]
 
 
 def cache_folder() -> Path | None:
@@ -63,12 +62,6 @@ def keep_tensor(file: Path | None, tensor: Tensor) -> None:
     if file is not None:
         with suppress(OSError):
             write_bytes(file, save({"tensor": tensor.contiguous().cpu()}))
-
-
-def surroundings(device: torch.device) -> list[str]:
-    """What the bits of a result may depend on beside its inputs."""
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return [kind, torch.__version__, __version__]
 
 
 class KeptTensors(MutableMapping[str, Tensor]):
