@@ -13,9 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.references import ReferenceRows
-from safemerge_pl.cli import config_folder
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.reports import stream as reports
+from safemerge_pl.runtime.configs import config_folder
 from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import write_figure, write_json, write_text
 from safemerge_pl.runtime.memory import peak_memory_mib

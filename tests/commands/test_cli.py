@@ -12,7 +12,7 @@ import pytest
 import yaml
 from command_line import QUICK, environment, safemerge
 
-from safemerge_pl.cli import config_folder, resolve_configs
+from safemerge_pl.runtime.configs import config_folder
 
 NAMES = sorted(path.name for path in config_folder().glob("*.yaml"))
 CONFIGS = [name for name in NAMES if not name.startswith(("study", "clip"))]  # the latter: test_benchmark_data.py
@@ -41,20 +41,6 @@ def test_version_and_unknown_verb(tmp_path: Path) -> None:
     run = safemerge("mrege", cwd=tmp_path)
     assert run.returncode == 2
     assert "there is no verb 'mrege'" in run.stderr
-
-
-def test_a_local_config_wins_over_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    packaged = str(config_folder() / "tiny.yaml")
-    assert resolve_configs(["fit", "--config=tiny.yaml", "-c", "tiny.yaml"]) == [
-        "fit",
-        f"--config={packaged}",
-        "-c",
-        packaged,
-    ]
-    Path("tiny.yaml").write_text("mine: 1")
-    assert resolve_configs(["fit", "--config", "tiny.yaml"])[2] == "tiny.yaml"
-    assert resolve_configs(["fit", "--config", "none.yaml"])[2] == "none.yaml"
 
 
 @pytest.mark.slow
