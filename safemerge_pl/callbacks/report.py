@@ -16,7 +16,7 @@ from safemerge_pl.callbacks.references import ReferenceRows
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.reports import stream as reports
 from safemerge_pl.runtime.configs import config_folder
-from safemerge_pl.runtime.environment import describe_environment
+from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import write_figure, write_json, write_text
 from safemerge_pl.runtime.memory import peak_memory_mib
 
@@ -142,7 +142,7 @@ class StreamReport(L.Callback):
             "seconds": round(self._seconds(), 1),
             "peak_memory_mib": peak_memory_mib(),
             "merged": self.steps[-1]["merged"] if self.steps else None,
-            "environment": describe_environment(),
+            "environment": environment(),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from safemerge_pl.runtime.environment import describe_environment
+from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import write_figure, write_json, write_text
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def markdown(study: "Study") -> str:
     lines += ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     lines += ["| " + " | ".join(row) + " |" for row in table_rows(study, plus_minus=" ± ")]
     lines += [f"\n![{figure.title or figure.file}]({figure.file})" for figure in study.figures]
-    lines += ["", ", ".join(f"{key} {value}" for key, value in describe_environment().items())]
+    lines += ["", ", ".join(f"{key} {value}" for key, value in environment().items())]
     return "\n".join(lines) + "\n"
 
 
@@ -124,7 +124,7 @@ def write_study(study: "Study") -> None:
     write_text(study.folder / "table.md", markdown(study))
     write_text(study.folder / "table.tex", latex(study))
     content = {"title": study.title, "orders": study.orders, "references": study.references, "aggregates": found}
-    write_json(study.folder / "study.json", {**content, "cells": study.results, "environment": describe_environment()})
+    write_json(study.folder / "study.json", {**content, "cells": study.results, "environment": environment()})
     for figure in study.figures:
         _draw(study, figure, found)
     print(f"\n{markdown(study)}\ntables and figures: {study.folder}")
