@@ -6,6 +6,8 @@ Names are imported when they are first used, so that ``import safemerge_pl`` and
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from safemerge_pl.version import __version__
+
 if TYPE_CHECKING:
     from safemerge_pl import callbacks as callbacks
     from safemerge_pl import functional as functional
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from safemerge_pl.methods import WUDIMerging as WUDIMerging
     from safemerge_pl.module import ContinualMergeModule as ContinualMergeModule
 
-__version__ = "0.1.0"
 
 _METHODS = (
     "IsoC",

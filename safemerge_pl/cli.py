@@ -4,10 +4,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-__all__ = ["VERBS", "Verb", "config_folder", "main"]
+from safemerge_pl.runtime.configs import config_folder, resolve_configs
+from safemerge_pl.version import __version__
+
+__all__ = ["VERBS", "Verb", "main"]
 
 
 class Verb(NamedTuple):
@@ -77,8 +79,6 @@ def main(args: Sequence[str] | None = None) -> None:
         print(_help(), end="")
         return
     if argv[0] == "--version":
-        from safemerge_pl import __version__
-
         print(__version__)
         return
     if argv[0] not in VERBS:
@@ -100,33 +100,6 @@ def _help() -> str:
     verbs = [f"  safemerge {name:<{width}} {verb.options}   {verb.does}" for name, verb in VERBS.items()]
     names = sorted(path.name for path in config_folder().glob("*.yaml"))
     return _HELP.format(verbs="\n".join(verbs), configs=", ".join(names))
-
-
-def config_folder() -> Path:
-    """The configurations that come along: package data, or ``configs/`` of a checkout."""
-    packaged = Path(__file__).parent / "configs"
-    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs"
-
-
-def resolve_configs(argv: Sequence[str]) -> list[str]:
-    """Replace ``--config NAME`` by the packaged file of that name where there is no such file here.
-
-    Example:
-        >>> Path(resolve_configs(["fit", "--config", "quickstart.yaml"])[2]).parent.name
-        'configs'
-    """
-    resolved = list(argv)
-    for place, argument in enumerate(resolved):
-        if argument in ("--config", "-c") and place + 1 < len(resolved):
-            resolved[place + 1] = _find_config(resolved[place + 1])
-        elif argument.startswith("--config="):
-            resolved[place] = "--config=" + _find_config(argument.removeprefix("--config="))
-    return resolved
-
-
-def _find_config(name: str) -> str:
-    packaged = config_folder() / name
-    return str(packaged) if not Path(name).exists() and packaged.is_file() else name
 
 
 def _is_for_the_user(error: Exception) -> bool:

@@ -15,20 +15,21 @@ from torch import Tensor
 from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Likeness, Mismatch
-from safemerge_pl.checkpoints.fit import aligned, require_dtype, require_finite, require_fit, require_values
+from safemerge_pl.checkpoints.fit import Fitted, fit, require_dtype, require_finite, require_values
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
 from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE
 from safemerge_pl.folding.engine import Folding
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport, LayerReport
-from safemerge_pl.folding.selection import left_out, what_is_merged
+from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.folding.store import DiskTensors, LazyTensors
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
-from safemerge_pl.output import saving
-from safemerge_pl.output.folders import STATE_FORMAT, require_format
-from safemerge_pl.output.ledger import ledger_line, provenance
+from safemerge_pl.methods.saved import describe_method, rebuild_method, require_same_method
+from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
+from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
+from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
 from safemerge_pl.output.weights import tied_names
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.disk_cache import KeptTensors
@@ -75,22 +76,35 @@ class ContinualMerger:
         self.workspace = None if workspace is None else Path(workspace)
         self.on_mismatch: Mismatch = on_mismatch
         self.method = SafeMerge() if method is None else method
-        self.pretrained = _snapshot(pretrained)
-        self._aliases = tied_names(self.pretrained)
-        self.layers, self.others = what_is_merged(self.pretrained, self.method, layers)
-        self._left_out = left_out(self.pretrained, self.layers, self.others, layers)
+        self.plan = plan_merge(_snapshot(pretrained), self.method, layers)
         self.device = torch.device(device)
         self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
-        self.progress: Callable[[str, int, int], None] | None = None  # told task, weights merged and weights in all
+        # called now and then with the task, and the merged and the total number of its weights
+        self.progress: Callable[[str, int, int], None] | None = None
         self.reports: list[FoldReport] = []
-        self.ledger: list[str] = []  # a line of JSON a fold
+        self.ledger: list[str] = []  # one line of JSON per fold
         self.saved: Path | None = None  # the output that it was read from or written to last
         self._merged: Mapping[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
         self._caches: dict[tuple[str, ...], KeptTensors] = {}
         with exact_arithmetic(self.device):
-            for name in self._parameters():
+            for name in self.plan.parameters:
                 require_dtype(self.pretrained, name)
             self.reference = self._hash(lambda name: _sound(self.pretrained, name).float())
+
+    @property
+    def pretrained(self) -> Checkpoint:
+        """The pretrained model."""
+        return self.plan.pretrained
+
+    @property
+    def layers(self) -> list[MergeLayer]:
+        """Matrices that are merged in stacks."""
+        return self.plan.layers
+
+    @property
+    def others(self) -> list[MergeLayer]:
+        """Tensors that are merged one by one."""
+        return self.plan.others
 
     @property
     def tasks(self) -> list[str]:
@@ -101,7 +115,7 @@ class ContinualMerger:
     def merged(self) -> dict[str, Tensor]:
         """Copies of all merged parameters in float32, by the pretrained model's names; buffers as they are."""
         tensors = {
-            name: self._merged.get(self._aliases.get(name, name), self.pretrained[name]) for name in self.pretrained
+            name: self._merged.get(self.plan.aliases.get(name, name), self.pretrained[name]) for name in self.pretrained
         }
         return {
             name: tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
@@ -110,7 +124,7 @@ class ContinualMerger:
 
     def merged_parameters(self) -> Mapping[str, Tensor]:
         """Those parameters that the method merges, float32; not copies: do not change them."""
-        found = LazyTensors(self._parameters(), self._current)
+        found = LazyTensors(self.plan.parameters, self._current)
         return dict(found) if self.workspace is None else found
 
     def fingerprint(self) -> str:
@@ -134,8 +148,8 @@ class ContinualMerger:
         state = copy.deepcopy(self.method.state_dict())
         try:
             with exact_arithmetic(self.device):
-                names, checkpoint, hashed = self.processes.agree(lambda: self._sound_incoming(incoming, task))
-                folding = self._folding(checkpoint, names, task)
+                fitted, hashed = self.processes.agree(lambda: self._examine(incoming, task))
+                folding = self._folding(fitted, task)
                 staged = self._room()
                 folding.run(staged)
         except CheckpointError as error:
@@ -145,12 +159,12 @@ class ContinualMerger:
             self.method.load_state_dict(state)
             raise
         self._replace(staged)
-        rows = [folding.rows[layer.name] for layer in self._units()]
-        entries = [layer.entries for layer in self._units()]
+        rows = [folding.rows[layer.name] for layer in self.plan.units]
+        entries = [layer.entries for layer in self.plan.units]
         report = FoldReport(
             task=task,
             index=len(self.reports) + 1,
-            source=checkpoint.source,
+            source=fitted.source,
             incoming=hashed,
             merged=self.fingerprint(),
             seconds=time.perf_counter() - start,
@@ -158,14 +172,14 @@ class ContinualMerger:
             kept_fraction=sum(row.kept_fraction * size for row, size in zip(rows, entries, strict=True)) / sum(entries),
             losses=tuple(folding.losses),
             layers=tuple(rows),
-            notes=(*self._notes(checkpoint, rows, hashed), *folding.notes),
-            **provenance(checkpoint),
+            notes=(*self._notes(fitted, rows, hashed), *folding.notes),
+            **provenance(fitted),
         )
         self.reports.append(report)
         self.ledger.append(self._ledger_line(report))
         return report
 
-    def check(self, incoming: Source, task: str, *, values: bool = True) -> tuple[dict[str, str], Checkpoint]:
+    def check(self, incoming: Source, task: str, *, values: bool = True) -> Fitted:
         """See whether a model could be folded, without changing anything.
 
         Args:
@@ -174,28 +188,15 @@ class ContinualMerger:
             values: also read the tensors and look for NaN and Inf; otherwise headers only (and an adapter's factors).
 
         Returns:
-            The incoming name of each parameter to merge, and the opened checkpoint.
+            The parameters to merge, as the incoming model has them; :meth:`fold` takes it, and matches no name again.
 
         Raises:
             CheckpointError: if it does not fit.
         """
-        checkpoint = self._aligned(incoming, task, values=values)
-        return require_fit(self.pretrained, self._parameters(), checkpoint, values=values), checkpoint
-
-    def _aligned(self, incoming: Source, task: str, *, values: bool) -> Checkpoint:
         if task.casefold() in (name.casefold() for name in self.tasks):
             raise CheckpointError(f"a task of the name '{task}' is already merged; give another name.")
-        opened, parameters = open_checkpoint(incoming), self._parameters()
-        return aligned(self.pretrained, parameters, opened, values=values, on_mismatch=self.on_mismatch)
-
-    def _sound_incoming(self, incoming: Source, task: str) -> tuple[dict[str, str], Checkpoint, str]:
-        """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
-        checkpoint = self._aligned(incoming, task, values=True)
-        names = require_fit(self.pretrained, self._parameters(), checkpoint, values=False)
-        likeness = Likeness(self.pretrained, list(names))
-        hashed = self._hash(lambda name: likeness.add(name, _sound(checkpoint, names[name])))
-        checkpoint.notes = tuple(dict.fromkeys((*checkpoint.notes, *likeness.notes())))
-        return names, checkpoint, hashed
+        opened, parameters = open_checkpoint(incoming), self.plan.parameters
+        return fit(self.pretrained, parameters, opened, values=values, on_mismatch=self.on_mismatch)
 
     def save(
         self,
@@ -225,10 +226,23 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the folder cannot be used or written; what was there stays as it was.
         """
-        saving.save_merge(
-            self, Path(folder), template=template, dtype=dtype, max_shard_size=max_shard_size, copy_code=copy_code
+        state = MergeState(
+            plan=self.plan,
+            merged=self.merged_parameters(),
+            values=self.state_dict(),
+            reports=tuple(self.reports),
+            ledger=tuple(self.ledger),
+            label=self.method.label,
+            saved=self.saved,
         )
-        return Path(folder)
+        place = Path(folder)
+        options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "copy_code": copy_code}
+        written = save_merge(state, place, template=template, **options)
+        if self.saved == place.resolve() and isinstance(self._merged, LazyTensors):
+            masters = written.masters()  # what was read from the earlier output when needed is in this one now
+            self._merged = LazyTensors(self.plan.parameters, masters.__getitem__)
+        self.saved = place.resolve()
+        return place
 
     @classmethod
     def load(
@@ -245,7 +259,31 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
-        return saving.load_merge(cls, Path(folder), pretrained, method=method, options=options)
+        saved = read_merge(Path(folder))
+        merger = cls(pretrained, method or rebuild_method(saved.values["method"]), **options)
+        merger.restore(folder)
+        return merger
+
+    def restore(self, folder: str | Path) -> None:
+        """Take up a saved merge of the same pretrained model with the same method.
+
+        Args:
+            folder: written by :meth:`save`.
+
+        Raises:
+            CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
+        """
+        saved = read_merge(Path(folder))
+        while True:
+            try:
+                self.load_state_dict(saved.values, saved.masters())
+                self.ledger = continue_ledger(saved.ledger(), self.ledger)
+                break
+            except CheckpointError:
+                earlier, saved = saved, read_merge(Path(folder))
+                if saved.values["reports"] == earlier.values["reports"]:
+                    raise  # otherwise it was replaced while it was read: read it again
+        self.saved = Path(folder).resolve()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, as plain values: tasks and reports, method, hashes."""
@@ -254,11 +292,7 @@ class ContinualMerger:
             "tasks": self.tasks,
             "reference": self.reference,
             "merged": self.fingerprint(),
-            "method": {
-                "class_path": f"{type(self.method).__module__}.{type(self.method).__qualname__}",
-                "init_args": self.method.settings(),
-                "state": self.method.state_dict(),
-            },
+            "method": describe_method(self.method),
             "reports": [asdict(report) for report in self.reports],
         }
 
@@ -274,19 +308,9 @@ class ContinualMerger:
                 f"the merge was started from another pretrained model (its layers hash to {state['reference'][:12]}, "
                 f"those of {self.pretrained.source} to {self.reference[:12]}); give the same one."
             )
-        mine = self.state_dict()["method"]
-        saved = state["method"]
-        if mine["class_path"] != saved["class_path"]:
-            raise CheckpointError(f"the merge was made with {saved['class_path']}, not with {mine['class_path']}.")
-        changed = [
-            f"{key}: {saved['init_args'].get(key)} then, {mine['init_args'].get(key)} now"
-            for key in sorted(mine["init_args"].keys() | saved["init_args"].keys())
-            if mine["init_args"].get(key) != saved["init_args"].get(key)
-        ]
-        if changed:
-            raise CheckpointError(f"the merge was made with other settings ({'; '.join(changed)}); use the same ones.")
+        require_same_method(self.method, state["method"])
         checkpoint = open_checkpoint(weights)
-        names = match_names(self._parameters(), checkpoint)
+        names = match_names(self.plan.parameters, checkpoint)
         merged: Mapping[str, Tensor] = LazyTensors(
             list(names), lambda name: checkpoint[names[name]].detach().float().cpu()
         )
@@ -296,7 +320,7 @@ class ContinualMerger:
             raise CheckpointError(
                 f"{checkpoint.source}: the merged weights are not those that the state was saved with."
             )
-        self.method.load_state_dict(saved["state"])
+        self.method.load_state_dict(state["method"]["state"])
         self._replace(merged)
         self.reports = [FoldReport.from_dict(report) for report in state["reports"]]
         self.ledger = [self._ledger_line(report) for report in self.reports]
@@ -304,26 +328,33 @@ class ContinualMerger:
     def _ledger_line(self, report: FoldReport) -> str:
         return ledger_line(report, self.method.label, self.method.settings())
 
-    def _units(self) -> list[MergeLayer]:
-        """Everything that is merged: matrices of the stacks, then single tensors."""
-        return [*self.layers, *self.others]
-
-    def _parameters(self) -> list[str]:
-        """Names of the parameters that are merged, each once."""
-        return list(dict.fromkeys(layer.parameter for layer in self._units()))
-
     def _hash(self, read: Callable[[str], Tensor]) -> str:
         """Fingerprint of the layers inside the parameters that ``read`` gives, a few of which are held at a time."""
         # the parts of a fused tensor do not follow each other by name
         read = functools.lru_cache(4 + min(HASHED_AT_ONCE, torch.get_num_threads()))(read)
-        layers = {layer.name: layer for layer in sorted(self._units(), key=lambda layer: layer.name)}
+        layers = {layer.name: layer for layer in sorted(self.plan.units, key=lambda layer: layer.name)}
         return fingerprint(LazyTensors(list(layers), lambda name: layers[name].view(read(layers[name].parameter))))
 
     def _current(self, name: str) -> Tensor:
         merged = self._merged.get(name)
         return self.pretrained[name].float() if merged is None else merged
 
-    def _folding(self, checkpoint: Checkpoint, names: dict[str, str], task: str) -> Folding:
+    def _examine(self, incoming: Source, task: str) -> tuple[Fitted, str]:
+        """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
+        fitted = self.check(incoming, task, values=False)
+        fitted.require_change()
+        likeness = Likeness(self.pretrained, list(fitted))
+
+        def read(name: str) -> Tensor:
+            tensor = fitted[name]
+            require_finite(tensor, fitted.names[name], fitted.source)
+            return likeness.add(name, tensor)
+
+        hashed = self._hash(read)
+        fitted.notes = tuple(dict.fromkeys((*fitted.notes, *likeness.notes())))
+        return fitted, hashed
+
+    def _folding(self, incoming: Fitted, task: str) -> Folding:
         return Folding(
             method=self.method,
             index=len(self.reports) + 1,
@@ -331,13 +362,12 @@ class ContinualMerger:
             others=self.others,
             pretrained=self.pretrained,
             current=self._current,
-            incoming=checkpoint,
-            names=names,
+            incoming=incoming,
             device=self.device,
             processes=self.processes,
             reference=self.reference,
             caches=self._caches,
-            told=functools.partial(self.progress or (lambda *_: None), task),
+            on_progress=functools.partial(self.progress or (lambda *_: None), task),
         )
 
     def _room(self) -> MutableMapping[str, Tensor]:
@@ -355,7 +385,7 @@ class ContinualMerger:
             old.close()
 
     def _notes(self, checkpoint: Checkpoint, rows: list[LayerReport], hashed: str) -> Iterator[str]:
-        yield from checkpoint.notes if self.reports else (*self.pretrained.notes, *self._left_out, *checkpoint.notes)
+        yield from checkpoint.notes if self.reports else (*self.pretrained.notes, *self.plan.notes, *checkpoint.notes)
         if not any(row.task_norm for row in rows):
             yield "its merged layers equal the pretrained model's: nothing was added"
         for earlier in self.reports:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from safemerge_pl import __version__
 from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import find_experts
@@ -28,10 +27,11 @@ from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.reports.stream import write_json
+from safemerge_pl.runtime.files import write_json
 from safemerge_pl.runtime.memory import PeakMemory
 from safemerge_pl.scoring.rows import individual_row, require_published, score_row, summarise
 from safemerge_pl.scoring.scorer import Scorer, swapped_weights
+from safemerge_pl.version import __version__
 
 __all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
 

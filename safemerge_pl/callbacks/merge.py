@@ -163,7 +163,7 @@ class MergeCallback(L.Callback):
         if restored is not None and ("live" in restored) != (self.live is not None):
             kind = "checkpoints (`experts`)" if self.live is not None else "what a loop trains (`epochs_per_task`)"
             raise MisconfigurationException(f"this checkpoint is from a merge of {kind}; build the callback as then.")
-        merger = require_started(self.merger)
+        merger = self._require_merger()
         merger.device = self.part.choose_device(pl_module)
         merger.processes = Processes(shared=trainer.world_size > 1)
         self._mode.on_fit_start(trainer, pl_module, restored)
@@ -232,8 +232,13 @@ class MergeCallback(L.Callback):
                         f"two merge callbacks share {shared} parameters; give each its own `module_attr` or `layers`."
                     )
 
+    def _require_merger(self) -> ContinualMerger | LiveMerger:
+        require_started(self.merger)
+        assert self.merger is not None
+        return self.merger
+
     def _merged_tensors(self, pl_module: L.LightningModule) -> list[Tensor]:
-        merger = require_started(self.merger)
+        merger = self._require_merger()
         tensors = {plain_name(n): t for n, t in self.target(pl_module).state_dict(keep_vars=True).items()}
         return [tensors[name] for name in merger.merged_parameters()]
 

@@ -13,9 +13,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.references import ReferenceRows
-from safemerge_pl.cli import config_folder
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.reports import stream as reports
+from safemerge_pl.runtime.configs import config_folder
+from safemerge_pl.runtime.environment import describe_environment
+from safemerge_pl.runtime.files import write_figure, write_json, write_text
 from safemerge_pl.runtime.memory import peak_memory_mib
 
 __all__ = ["StreamReport", "run_folder"]
@@ -87,7 +89,7 @@ class StreamReport(L.Callback):
         folder = run_folder(trainer, self.folder)
         if trainer.is_global_zero:
             content = self.content(trainer)
-            reports.write_json(folder / "report.json", content)
+            write_json(folder / "report.json", content)
             self._draw(trainer, content)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -111,11 +113,11 @@ class StreamReport(L.Callback):
         folder = run_folder(trainer, self.folder)
         if not trainer.is_global_zero:
             return folder
-        reports.write_json(folder / "report.json", content)
-        reports.write_text(folder / "report.md", reports.markdown(content))
+        write_json(folder / "report.json", content)
+        write_text(folder / "report.md", reports.markdown(content))
         if self.figures:
-            reports.write_figure(folder / "matrix.png", reports.matrix_figure(content))
-            reports.write_figure(folder / "stream.png", reports.stream_figure(content))
+            write_figure(folder / "matrix.png", reports.matrix_figure(content))
+            write_figure(folder / "stream.png", reports.stream_figure(content))
         return folder
 
     def content(self, trainer: L.Trainer) -> reports.Report:
@@ -140,7 +142,7 @@ class StreamReport(L.Callback):
             "seconds": round(self._seconds(), 1),
             "peak_memory_mib": peak_memory_mib(),
             "merged": self.steps[-1]["merged"] if self.steps else None,
-            "environment": reports.environment(),
+            "environment": describe_environment(),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from safemerge_pl.checkpoints.differences import Mismatch
+from safemerge_pl.checkpoints.fit import Fitted
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.output.folders import STATE_FILE, check_output
+from safemerge_pl.output.files import STATE_FILE
+from safemerge_pl.output.folders import check_output
 from safemerge_pl.output.locks import output_lock
 from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.side_files import OutputDtype
@@ -63,7 +65,7 @@ def fold_once(
         copy_code: also copy the model's own Python files. They are never run here.
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
             at a time; by default for models that take more than 4 GB in float32.
-        progress: called now and then with the task, the number of its weights that are merged, and that of all.
+        progress: called now and then with the task, and the merged and the total number of its weights.
 
     Returns:
         The merger after the fold; of one in low memory the weights are in the output alone.
@@ -77,7 +79,7 @@ def fold_once(
     options: dict[str, Any] = {"layers": layers, "device": device, "on_mismatch": on_mismatch}
     check_output(Path(output), _inputs(pretrained, sources, merged, output))
     place = Path(output).resolve()
-    with output_lock(place), _opened(pretrained, place, low_memory) as (base, workspace):
+    with output_lock(place), _open_base(pretrained, place, low_memory) as (base, workspace):
         # the lock holds from reading yesterday's merge to writing today's
         if workspace is not None:
             options["workspace"] = workspace
@@ -90,8 +92,8 @@ def fold_once(
             merger = ContinualMerger(base, method, **options)
         else:
             merger = ContinualMerger.load(merged, base, method=method, **options)
-        require_output(merger, Path(output), dtype=dtype, max_shard_size=max_shard_size)
-        checkpoints = [_fitting(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
+        require_output(merger.plan, Path(output), dtype=dtype, max_shard_size=max_shard_size)
+        checkpoints = [_check(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
         merger.progress = progress
         for checkpoint, name in zip(checkpoints, tasks, strict=True):
             merger.fold(checkpoint, name)
@@ -101,7 +103,7 @@ def fold_once(
 
 
 @contextmanager
-def _opened(pretrained: str, output: Path, low_memory: bool | None) -> Iterator[tuple[Checkpoint, Path | None]]:
+def _open_base(pretrained: str, output: Path, low_memory: bool | None) -> Iterator[tuple[Checkpoint, Path | None]]:
     """The pretrained model, and a folder beside the output for a merge that stays out of memory, gone at the end."""
     base = open_checkpoint(pretrained)
     if low_memory is None:
@@ -114,10 +116,10 @@ def _opened(pretrained: str, output: Path, low_memory: bool | None) -> Iterator[
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fitting(merger: ContinualMerger, source: str, task: str) -> Checkpoint:
+def _check(merger: ContinualMerger, source: str, task: str) -> Fitted:
     """Open a model and see from its headers that it can be folded, before the first of several is."""
     try:
-        return merger.check(source, task, values=False)[1]
+        return merger.check(source, task, values=False)
     except CheckpointError as error:
         raise CheckpointError(f"task '{task}': {error}") from error
 

@@ -39,7 +39,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class DiskTensors(MutableMapping[str, Tensor]):
-    """Float32 tensors by name, a file each; what is read is a copy, so a change has to be put back.
+    """Float32 tensors by name, one file per tensor; what is read is a copy, so a change has to be put back.
 
     Args:
         folder: made for this mapping, and gone with :meth:`close`.

@@ -5,29 +5,13 @@ A *report* is a dictionary of plain values: ``tasks``, ``controls``, ``method``,
 shares in [0, 1].
 """
 
-import io
-import json
-import os
-import platform
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = [
-    "console_table",
-    "environment",
-    "markdown",
-    "matrix_figure",
-    "stream_figure",
-    "write_bytes",
-    "write_figure",
-    "write_json",
-    "write_text",
-]
+__all__ = ["console_table", "markdown", "matrix_figure", "stream_figure"]
 
 Report = dict[str, Any]
 _COLUMNS = ("ACC", "Gen", "H", "BWT")
@@ -138,47 +122,6 @@ def stream_figure(report: Report) -> "Figure":
         axes.legend(ncols=4, fontsize=8, loc="lower center")
     axes.set_ylim(bottom=0)
     return figure
-
-
-def environment() -> dict[str, str]:
-    """Versions and machine, for whoever wants to repeat the run."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("safemerge_pl", "torch", "lightning", "torchmetrics", "transformers", "datasets"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    found["cpus"] = str(os.cpu_count())
-    return found
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file under a temporary name and rename it: a reader never sees a half."""
-    write_bytes(path, text.encode())
-
-
-def write_figure(path: Path, figure: "Figure") -> None:
-    """A PNG file, written as :func:`write_text` does."""
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    write_bytes(path, image.getvalue())
-
-
-def write_json(path: Path, content: Report) -> None:
-    """Strict JSON (undefined values are left out, never NaN), written as :func:`write_text` does."""
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """As :func:`write_text`, for a file that is no text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _percent(value: float | None) -> str:

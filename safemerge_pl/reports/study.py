@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from safemerge_pl.reports.stream import environment, write_figure, write_json, write_text
+from safemerge_pl.runtime.environment import describe_environment
+from safemerge_pl.runtime.files import write_figure, write_json, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +95,7 @@ def markdown(study: "Study") -> str:
     lines += ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     lines += ["| " + " | ".join(row) + " |" for row in table_rows(study, plus_minus=" ± ")]
     lines += [f"\n![{figure.title or figure.file}]({figure.file})" for figure in study.figures]
-    lines += ["", ", ".join(f"{key} {value}" for key, value in environment().items())]
+    lines += ["", ", ".join(f"{key} {value}" for key, value in describe_environment().items())]
     return "\n".join(lines) + "\n"
 
 
@@ -123,7 +124,7 @@ def write_study(study: "Study") -> None:
     write_text(study.folder / "table.md", markdown(study))
     write_text(study.folder / "table.tex", latex(study))
     content = {"title": study.title, "orders": study.orders, "references": study.references, "aggregates": found}
-    write_json(study.folder / "study.json", {**content, "cells": study.results, "environment": environment()})
+    write_json(study.folder / "study.json", {**content, "cells": study.results, "environment": describe_environment()})
     for figure in study.figures:
         _draw(study, figure, found)
     print(f"\n{markdown(study)}\ntables and figures: {study.folder}")

@@ -3,13 +3,13 @@
 import ctypes
 import gc
 import re
-import resource
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 import torch
 
 __all__ = ["PeakMemory", "peak_memory_mib"]
@@ -24,19 +24,23 @@ def peak_memory_mib() -> int:
         >>> peak_memory_mib() > 0
         True
     """
-    with suppress(OSError):
+    peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
+    if peak is not None:
+        return int(peak // _MIB)
+    with suppress(OSError):  # Linux keeps the mark of this process alone; psutil does not read it
         match = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        if match:  # the figure below may be that of the process which started this one
+        if match:
             return int(match[1]) // 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak // (_MIB if sys.platform == "darwin" else 1024))
+    import resource  # elsewhere; not there on Windows
+
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (_MIB if sys.platform == "darwin" else 1024))
 
 
 class PeakMemory:
     """Memory that the work inside takes at its peak, on top of what was there before.
 
     On a CUDA device it is what torch allocates there. On the CPU the resident size is sampled every few milliseconds
-    (Linux; elsewhere nothing is known and ``mib`` stays ``None``).
+    (on Linux without pages of mapped files).
 
     Args:
         device: where the work runs.
@@ -92,9 +96,6 @@ def _give_back() -> None:
 
 
 def _resident() -> int:
-    """Resident bytes now, without pages of files, which the system takes back as it likes; 0 where it does not tell."""
-    try:
-        resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
-        return (int(resident) - int(shared)) * resource.getpagesize()
-    except OSError:
-        return 0
+    """Resident bytes now; on Linux without pages of files, which the system takes back as it likes."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from safemerge_pl import __version__
 from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.checkpoints.open import fingerprint
-from safemerge_pl.reports.stream import write_json
 from safemerge_pl.runtime.disk_cache import cache_folder, kept_file
+from safemerge_pl.runtime.files import write_json
+from safemerge_pl.version import __version__
 
 __all__ = ["keep_score", "kept_score", "place_of_score"]
 

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.backbones.heads import zero_shot_head
-from safemerge_pl.checkpoints.fit import aligned
+from safemerge_pl.checkpoints.fit import align, bind_adapter
 from safemerge_pl.checkpoints.open import CheckpointError, Source, match_names, open_checkpoint
 from safemerge_pl.output.weights import tied_names
 from safemerge_pl.runtime.cores import forward_on_cores
@@ -181,8 +181,7 @@ def expert_weights(tower: nn.Module, source: Source, pretrained: Source | None =
         if here.dtype(name).is_floating_point:
             groups.setdefault(aliases.get(name, name), []).append(name)
     base = here if pretrained is None else open_checkpoint(pretrained)
-    wanted = list(groups)
-    checkpoint = aligned(base, wanted, open_checkpoint(source), on_mismatch="pretrained")  # refused before, if at all
+    checkpoint = bind_adapter(base, list(groups), open_checkpoint(source), values=True)
     tied = [group for group in groups.values() if len(group) > 1]
     present = {group[0]: [name for name in group if _holds(checkpoint, name)] for group in tied}
     for first, second in ((found[0], other) for found in present.values() for other in found[1:]):
@@ -192,8 +191,8 @@ def expert_weights(tower: nn.Module, source: Source, pretrained: Source | None =
                 f"{checkpoint.source}: `{theirs[second]}` differs from `{theirs[first]}`, which the pretrained model "
                 "ties; give a pretrained model with its own head, or an expert without."
             )
-    names = match_names([(present.get(group[0]) or group)[0] for group in groups.values()], checkpoint)
-    return {name: checkpoint[theirs] for name, theirs in names.items()}
+    wanted = [(present.get(group[0]) or group)[0] for group in groups.values()]
+    return dict(align(base, wanted, checkpoint, on_mismatch="pretrained"))  # refused before, if at all
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from streams import direct
 from safemerge_pl.callbacks import MergedModelWriter, StreamReport
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.output.ledger import LEDGER_FILE
+from safemerge_pl.output.files import LEDGER_FILE
 from safemerge_pl.zoo import FILES
 
 Make = Callable[..., Any]

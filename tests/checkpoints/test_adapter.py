@@ -19,7 +19,7 @@ from safemerge_pl.callbacks import MergeCallback, ReferenceRows
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.adapted import BoundAdapter
 from safemerge_pl.checkpoints.adapter import Adapter
-from safemerge_pl.checkpoints.fit import aligned, require_fit
+from safemerge_pl.checkpoints.fit import bind_adapter, fit
 from safemerge_pl.commands.check import check_stream
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.module import ContinualMergeModule
@@ -327,6 +327,18 @@ def test_an_adapter_that_was_never_trained_is_refused(tmp_path: Path) -> None:
     assert "products are all zero" in refusal(tmp_path)
 
 
+def test_an_adapter_that_was_never_trained_is_refused_after_a_check_of_headers_too(tmp_path: Path) -> None:
+    """From the command line a model is looked at before it is folded, without its values."""
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(tiny.hf_vision(), LoraConfig(**QV)).save_pretrained(tmp_path)
+    merger = ContinualMerger(tiny.hf_vision(), Add())
+    checked = merger.check(tmp_path, "task", values=False)
+    with pytest.raises(CheckpointError, match="products are all zero"):
+        merger.fold(checked, "task")
+    assert merger.tasks == []
+
+
 def test_an_adapter_of_other_layers_is_refused(tmp_path: Path) -> None:
     """G1: nothing that is merged would change."""
     trained(tiny.hf_vision(), tmp_path, target_modules=["fc2"])
@@ -460,10 +472,10 @@ def test_a_dry_check_reads_no_tensor(adapter: Path, tmp_path: Path, monkeypatch:
     base = tiny.folder_of(tmp_path / "base", tiny.copied(tiny.hf_vision().state_dict()))
     parameters = list(tiny.only_weights(tiny.hf_vision().state_dict()))
     tiny.refuse_to_read(monkeypatch)
-    found = aligned(open_checkpoint(base), parameters, open_checkpoint(adapter), values=False)
-    assert require_fit(open_checkpoint(base), parameters, found, values=False) == {name: name for name in parameters}
+    found = fit(open_checkpoint(base), parameters, open_checkpoint(adapter), values=False)
+    assert found.names == {name: name for name in parameters}
     with pytest.raises(AssertionError, match="a tensor was read"):
-        aligned(open_checkpoint(base), parameters, open_checkpoint(adapter))
+        fit(open_checkpoint(base), parameters, open_checkpoint(adapter))
 
 
 def test_two_adapters_add_up_densely(tmp_path: Path) -> None:
@@ -479,10 +491,10 @@ def test_two_adapters_add_up_densely(tmp_path: Path) -> None:
         torch.testing.assert_close(merger.merged[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_alignment_leaves_a_plain_model_alone() -> None:
+def test_a_plain_model_needs_no_base() -> None:
     base = open_checkpoint(tiny.tower())
     incoming = open_checkpoint(tiny.tuned(tiny.tower(), 1))
-    assert aligned(base, tiny.only_weights(tiny.tower()), incoming) is incoming
+    assert bind_adapter(base, tiny.only_weights(tiny.tower()), incoming) is incoming
 
 
 # in a stream

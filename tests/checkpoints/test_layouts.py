@@ -10,7 +10,7 @@ import torch
 from tiny import Add, Tensors
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
-from safemerge_pl.checkpoints.fit import aligned
+from safemerge_pl.checkpoints.fit import align
 from safemerge_pl.checkpoints.layouts import layer_index, relaid
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, IsoC, KnOTSTies, TaskArithmetic
@@ -228,9 +228,14 @@ def test_a_fused_matrix_without_three_parts_is_no_match() -> None:
     assert "lacks 10 of 10" in refusal(tower(), incoming)
 
 
-def test_alignment_is_made_only_where_names_differ() -> None:
+def test_a_layout_is_converted_only_where_names_differ() -> None:
     base = open_checkpoint(tower())
     names = tiny.only_weights(tower())
-    assert aligned(base, names, open_checkpoint(as_transformers(tower()))).keys() == as_transformers(tower()).keys()
-    found = aligned(base, names, open_checkpoint(as_open_clip(tower())))
-    tiny.assert_same(found, {name: tensor for name, tensor in tower().items() if tensor.is_floating_point()})
+    wanted = {name: tensor for name, tensor in tower().items() if name in names}
+    for layout in (as_transformers, as_open_clip):
+        found = align(base, names, open_checkpoint(layout(tower())))
+        tiny.assert_same(found, wanted)
+        assert (list(found.names.values()) == names) == (layout is as_open_clip)
+    other = relaid(base, names, open_checkpoint(as_open_clip(tower())))
+    assert other is not None
+    tiny.assert_same(other, {name: tensor for name, tensor in tower().items() if tensor.is_floating_point()})

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from command_line import QUICK, environment, safemerge
 
-from safemerge_pl.cli import config_folder
+from safemerge_pl.runtime.configs import config_folder
 
 NAMES = sorted(path.name for path in config_folder().glob("*.yaml"))
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from command_line import environment, safemerge
 
-from safemerge_pl.cli import config_folder
+from safemerge_pl.runtime.configs import config_folder
 
 NAMES = sorted(path.name for path in config_folder().glob("*.yaml"))
 

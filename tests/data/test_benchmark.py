@@ -20,11 +20,11 @@ from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.backbones.heads import zero_shot_head
 from safemerge_pl.callbacks import ReferenceRows, SAFEMergeCallback
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.cli import config_folder
 from safemerge_pl.data.benchmark import CLIPBenchmarkData
 from safemerge_pl.data.image_sets import CONTROLS, TASKS, find_spec
 from safemerge_pl.methods import SafeMerge, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.runtime.configs import config_folder
 from safemerge_pl.scoring import Scorer
 from safemerge_pl.study import Study, StudyRow
 

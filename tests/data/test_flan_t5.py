@@ -18,10 +18,11 @@ from torch import nn
 
 from safemerge_pl.backbones.t5 import T5Backbone
 from safemerge_pl.callbacks import MergeCallback, MergedModelWriter, ReferenceRows, SAFEMergeCallback, StreamReport
-from safemerge_pl.cli import config_folder, main
+from safemerge_pl.cli import main
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, SafeMerge, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.runtime.configs import config_folder
 from safemerge_pl.study import Study, StudyRow
 
 RANKS: dict[str, Any] = {"scoring_rank": 8, "recovery_rank": 8, "task_rank": 4}
