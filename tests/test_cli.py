@@ -10,7 +10,7 @@ import pytest
 from command_line import safemerge
 
 from safemerge_pl.cli import VERBS, Verb, main
-from safemerge_pl.runtime.configs import config_folder, resolve_configs
+from safemerge_pl.runtime.configs import config_folder
 
 
 def test_help_needs_no_heavy_import() -> None:
@@ -29,20 +29,6 @@ def test_version_and_unknown_verb(tmp_path: Path) -> None:
     run = safemerge("mrege", cwd=tmp_path)
     assert run.returncode == 2
     assert "there is no verb 'mrege'" in run.stderr
-
-
-def test_a_local_config_wins_over_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    packaged = str(config_folder() / "tiny.yaml")
-    assert resolve_configs(["fit", "--config=tiny.yaml", "-c", "tiny.yaml"]) == [
-        "fit",
-        f"--config={packaged}",
-        "-c",
-        packaged,
-    ]
-    Path("tiny.yaml").write_text("mine: 1")
-    assert resolve_configs(["fit", "--config", "tiny.yaml"])[2] == "tiny.yaml"
-    assert resolve_configs(["fit", "--config", "none.yaml"])[2] == "none.yaml"
 
 
 def test_every_verb_is_one_line_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
