@@ -23,7 +23,6 @@ __all__ = [
     "known_layers",
     "parts_of",
     "passed_over",
-    "plan_stacks",
     "select_layers",
     "vision_only",
 ]
@@ -37,15 +36,6 @@ _EMBEDDING = re.compile(r"embed|bias_table|(?:^|\.)(?:shared|wte|wpe|relative_at
 
 _TEXT_TOWER = re.compile(r"(?:^|\.)(?:text|text_model|resblocks)\.")
 """The text side of a contrastive model, in transformers and open_clip."""
-
-MAX_STACK_ENTRIES = 2**25
-"""Largest stack, in entries (128 MiB in float32). A constant, so that the plan depends on shapes only."""
-
-CORE_STACK_ENTRIES = 2**17
-"""Largest stack on a CPU, where a stack is one core's work: it should stay in that core's cache."""
-
-MAX_CORE_ENTRIES = 2**22
-"""Largest matrix on a CPU that one core works on alone."""
 
 
 @dataclass(frozen=True)
@@ -184,24 +174,6 @@ def passed_over(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]
     return [
         name for name in vision_only(shapes) if name not in taken and block_of(name) and not known(name, shapes[name])
     ]
-
-
-def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRIES) -> list[tuple[MergeLayer, ...]]:
-    """Group layers of equal shape into stacks of at most ``max_entries`` entries (one layer at least).
-
-    Example:
-        >>> a, b = MergeLayer("x.0.q", "q0", (2, 2)), MergeLayer("x.0.up", "u0", (8, 2))
-        >>> [[layer.name for layer in stack] for stack in plan_stacks([a, b, a, a], max_entries=8)]
-        [['x.0.q', 'x.0.q'], ['x.0.q'], ['x.0.up']]
-    """
-    groups: dict[tuple[int, ...], list[MergeLayer]] = {}
-    for layer in layers:
-        groups.setdefault(layer.shape, []).append(layer)
-    stacks = []
-    for shape, group in groups.items():
-        size = max(1, max_entries // math.prod(shape))
-        stacks += [tuple(group[start : start + size]) for start in range(0, len(group), size)]
-    return stacks
 
 
 def known_layers(names: Iterable[str]) -> list[str]:
