@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.checkpoints.refusals import read_config
-from safemerge_pl.checkpoints.tensors import Checkpoint, View
+from safemerge_pl.checkpoints.tensors import Checkpoint, View, is_floating
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.runtime.cores import flat_parts
 
-__all__ = ["Cut", "Likeness", "Mismatch", "differences", "is_floating", "is_resized", "settings", "tokenizers"]
+__all__ = ["Cut", "Likeness", "Mismatch", "differences", "is_resized", "settings", "tokenizers"]
 
 Mismatch = Literal["error", "pretrained"]
 """What to do about an incoming model of another image size or vocabulary: refuse it, or keep the pretrained rows."""
@@ -27,14 +27,6 @@ _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tok
 
 _UNLIKE = 0.2
 """Cosine below which an incoming model is taken for a stranger; that of two models trained apart is near 0."""
-
-
-def is_floating(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor is stored in a plain floating-point format; without an error for any other."""
-    try:
-        return checkpoint.dtype(name).is_floating_point
-    except CheckpointError:  # an 8-bit format
-        return False
 
 
 def differences(
