@@ -15,6 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from safemerge_pl.architectures.embeddings import is_embedding
 from safemerge_pl.architectures.families import block_of, heights, in_vision, known, rule_for, tower, unknown_fusion
 
 __all__ = [
@@ -30,9 +31,6 @@ __all__ = [
 Scope = Literal["selected", "selected_out", "linear", "matrix", "none"]
 """Which matrices are merged: attention and first feed-forward, these and T5's second feed-forward, every linear layer,
 every 2-D tensor, or none."""
-
-_EMBEDDING = re.compile(r"embed|bias_table|(?:^|\.)(?:shared|wte|wpe|relative_attention_bias)\.")
-"""2-D tensors that are looked up, not multiplied with."""
 
 _TEXT_TOWER = re.compile(r"(?:^|\.)(?:text|text_model|resblocks)\.")
 """The text side of a contrastive model, in transformers and open_clip."""
@@ -105,7 +103,7 @@ def select_layers(
     found = {
         name: _layers_of(name, tuple(shapes[name]), keep_unknown=everything, wide=everything or scope != "selected")
         for name in vision_only(shapes)
-        if scope != "linear" or not _EMBEDDING.search(name)
+        if scope != "linear" or not is_embedding(name)
     }
     for name in found if not everything else ():
         if not found[name] and len(shapes[name]) == 2 and unknown_fusion(name):
