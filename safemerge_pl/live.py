@@ -14,10 +14,9 @@ from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter_modules import adapter_deltas, adapter_names, plain_name
 from safemerge_pl.checkpoints.module_weights import read_for_module
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, open_checkpoint
-from safemerge_pl.checkpoints.tensors import View
+from safemerge_pl.checkpoints.tensors import LazyTensors, View
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.selection import MergePlan
-from safemerge_pl.folding.store import LazyTensors
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.saved import rebuild_method

@@ -17,13 +17,13 @@ from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Likeness, Mismatch
 from safemerge_pl.checkpoints.fit import Fitted, fit
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE
+from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE, LazyTensors, tied_names
 from safemerge_pl.checkpoints.values import require_dtype, require_finite, require_values
 from safemerge_pl.folding.engine import Folding
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport, LayerReport
 from safemerge_pl.folding.selection import plan_merge
-from safemerge_pl.folding.store import DiskTensors, LazyTensors
+from safemerge_pl.folding.store import DiskTensors
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.methods.saved import describe_method, rebuild_method, require_same_method
@@ -31,7 +31,6 @@ from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
 from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
-from safemerge_pl.output.weights import tied_names
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.disk_cache import KeptTensors
 

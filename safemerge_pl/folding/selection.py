@@ -10,14 +10,12 @@ from safemerge_pl.architectures.layers import (
     MergeLayer,
     known_layers,
     passed_over,
-    plan_stacks,
     select_layers,
     vision_only,
 )
-from safemerge_pl.checkpoints.differences import is_floating
-from safemerge_pl.checkpoints.tensors import Checkpoint
+from safemerge_pl.checkpoints.tensors import Checkpoint, is_floating, tied_names
+from safemerge_pl.folding.stacks import plan_stacks
 from safemerge_pl.methods.base import MergeMethod
-from safemerge_pl.output.weights import tied_names
 
 __all__ = ["MergePlan", "plan_merge"]
 

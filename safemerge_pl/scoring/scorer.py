@@ -14,7 +14,7 @@ from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.backbones.heads import zero_shot_head
 from safemerge_pl.checkpoints.fit import align, bind_adapter
 from safemerge_pl.checkpoints.open import CheckpointError, Source, match_names, open_checkpoint
-from safemerge_pl.output.weights import tied_names
+from safemerge_pl.checkpoints.tensors import tied_names
 from safemerge_pl.runtime.cores import forward_on_cores
 from safemerge_pl.scoring.disk_cache import keep_score, kept_score, place_of_score
 
