@@ -46,7 +46,7 @@ class AccuracyMatrix(_StreamMetric):
         >>> matrix.update(1, {"mnist": 0.9, "probe": 0.5})
         >>> matrix.update(2, {"mnist": 0.7, "flags": 0.8, "probe": 0.4})
         >>> {name: round(value.item(), 4) for name, value in matrix.compute().items()}
-        {'ACC': 0.75, 'BWT': -0.2, 'Gen': 0.4, 'H': 0.5217}
+        {'ACC': 0.75, 'Gen': 0.4, 'H': 0.5217, 'BWT': -0.2}
     """
 
     accuracy: Tensor
@@ -100,7 +100,7 @@ class AccuracyMatrix(_StreamMetric):
         acc, bwt = functional.average_accuracy(accuracy), functional.backward_transfer(accuracy)
         row = self.general[step - 1] if step else self.general.new_full((len(self.controls),), torch.nan)
         gen = functional.general_average(row)
-        return {"ACC": acc, "BWT": bwt, "Gen": gen, "H": functional.h_score(acc, gen)}
+        return dict(zip(functional.SCORES, (acc, gen, functional.h_score(acc, gen), bwt), strict=True))
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

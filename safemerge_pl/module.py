@@ -11,8 +11,8 @@ from torch import Tensor
 
 from safemerge_pl.backbones.base import Backbone, CLIPBackbone, build_backbone
 from safemerge_pl.data.module import StreamDataModule
+from safemerge_pl.functional import summarise
 from safemerge_pl.metrics import AccuracyMatrix
-from safemerge_pl.scoring.rows import summarise
 from safemerge_pl.scoring.scorer import Scorer
 
 __all__ = ["ContinualMergeModule"]

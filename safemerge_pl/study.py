@@ -26,11 +26,12 @@ from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import find_experts
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.data.stream import TaskStream
+from safemerge_pl.functional import SCORES, summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.reports.stream import write_json
 from safemerge_pl.runtime.memory import PeakMemory
-from safemerge_pl.scoring.rows import individual_row, require_published, score_row, summarise
+from safemerge_pl.scoring.rows import individual_row, require_published, score_row
 from safemerge_pl.scoring.scorer import Scorer, swapped_weights
 
 __all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
@@ -224,7 +225,7 @@ class Study:
 
     def _say(self, index: int, cells: list[Cell], result: dict[str, Any], note: str) -> None:
         cell = cells[index]
-        scores = "  ".join(f"{key} {100 * result[key]:.1f}" for key in ("ACC", "Gen", "H", "BWT") if key in result)
+        scores = "  ".join(f"{key} {100 * result[key]:.1f}" for key in SCORES if key in result)
         varied = "".join(f" {key}={value}" for key, value in cell.varied.items())
         where = f"{cell.row}{varied}, {cell.stream} tasks, order {cell.order}"
         print(f"{index + 1:>4}/{len(cells)} {where}  {scores}  ({note})", flush=True)
@@ -248,10 +249,8 @@ class Study:
                 if task == order[-1]:
                     last = {name: scorer.score(name) for name in (*order, *data.controls) if name != task}
         last[order[-1]] = when_merged[order[-1]]
-        scores = summarise([last[task] for task in order], [last[name] for name in data.controls])
-        earlier = list(order)[:-1]
-        if earlier:
-            scores["BWT"] = sum(last[task] - when_merged[task] for task in earlier) / len(earlier)
+        tasks, controls = [last[task] for task in order], [last[name] for name in data.controls]
+        scores = summarise(tasks, controls, [when_merged[task] for task in order])
         return {
             **scores,
             "accuracies": last,
@@ -340,9 +339,8 @@ def _stamp(source: Source) -> list[Any]:
 def _check_figure(figure: StudyFigure, study: Study) -> None:
     varied = {key for row in study.rows for key in row.vary}
     sets = {name for data in study.streams.values() for name in (*data.stream, *data.controls)}
-    scores = {"ACC", "Gen", "H", "BWT"}
-    unknown = [name for name in figure.y if name not in sets | scores]
-    if figure.x not in varied | scores:
+    unknown = [name for name in figure.y if name not in sets.union(SCORES)]
+    if figure.x not in varied.union(SCORES):
         unknown.insert(0, figure.x)
     labels = {row.label for row in study.rows}
     unknown += [label for label in figure.rows or () if label not in labels]

@@ -20,6 +20,7 @@ from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import Experts
 from safemerge_pl.folding.processes import Processes
+from safemerge_pl.functional import SCORES
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
 
@@ -231,7 +232,7 @@ class MergeCallback(L.Callback):
 
         A callback with a method ``on_merge_scored(trainer, pl_module, merge, scores)`` gets them.
         """
-        kinds = dict.fromkeys(("ACC", "BWT", "Gen", "H"), "stream/{}")
+        kinds = dict.fromkeys(SCORES, "stream/{}")
         kinds |= dict.fromkeys(self.tasks, "task/{}/acc") | dict.fromkeys(controls, "control/{}/acc")
         for logger in trainer.loggers:
             logger.log_metrics({kinds[n].format(n): value for n, value in scores.items()}, step=len(self.tasks))

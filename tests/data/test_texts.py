@@ -20,11 +20,12 @@ from safemerge_pl.backbones.t5 import T5Backbone
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.data.glue import GLUEData
 from safemerge_pl.data.texts import ExactMatchScore, SpearmanScore, TextSet
+from safemerge_pl.functional import summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.scoring import Scorer, expert_weights, swapped_weights
-from safemerge_pl.scoring.rows import require_published, summarise
+from safemerge_pl.scoring.rows import require_published
 
 
 @pytest.fixture(scope="module")
