@@ -98,7 +98,7 @@ def _lightning_cli(*, run: bool = True) -> Any:
 
     _import_named_classes()
     from safemerge_pl import callbacks
-    from safemerge_pl.data import module as data
+    from safemerge_pl.data import StreamDataModule
     from safemerge_pl.module import ContinualMergeModule
 
     class SafeMergeCLI(LightningCLI):
@@ -144,7 +144,7 @@ def _lightning_cli(*, run: bool = True) -> Any:
     _silence_known_warnings()
     return SafeMergeCLI(
         ContinualMergeModule,
-        data.StreamDataModule,
+        StreamDataModule,
         subclass_mode_data=True,
         seed_everything_default=42,
         auto_configure_optimizers=False,
@@ -249,7 +249,10 @@ def _study() -> None:
 
 
 def _import_named_classes() -> None:
-    """Short class paths in a configuration work for imported classes only."""
+    """Short class paths in a configuration work for imported classes only; these packages list their kinds."""
+    import safemerge_pl.backbones
+    import safemerge_pl.data
+    import safemerge_pl.methods  # noqa: F401
 
 
 def _require_all_processes(trainer: "L.Trainer") -> None:

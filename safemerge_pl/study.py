@@ -32,7 +32,8 @@ from safemerge_pl.methods import MergeMethod
 from safemerge_pl.reports.stream import write_json
 from safemerge_pl.runtime.memory import PeakMemory
 from safemerge_pl.scoring.rows import individual_row, require_published, score_row
-from safemerge_pl.scoring.scorer import Scorer, swapped_weights
+from safemerge_pl.scoring.scorer import Scorer
+from safemerge_pl.scoring.weights import swapped_weights
 
 __all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
 

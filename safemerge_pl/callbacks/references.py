@@ -8,7 +8,7 @@ from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.scoring.rows import Row, individual_row, require_published, score_row
-from safemerge_pl.scoring.scorer import swapped_weights
+from safemerge_pl.scoring.weights import swapped_weights
 
 __all__ = ["ReferenceRows"]
 

@@ -11,7 +11,8 @@ from safemerge_pl.callbacks import MergeCallback
 from safemerge_pl.checkpoints.fit import aligned, require_fit
 from safemerge_pl.checkpoints.open import open_checkpoint
 from safemerge_pl.data.experts import find_experts
-from safemerge_pl.data.module import ImageSet, StreamDataModule
+from safemerge_pl.data.images import ImageSet
+from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.folding.selection import left_out, what_is_merged
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.folders import nearest

@@ -9,7 +9,8 @@ from torch import nn
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.functional import summarise
-from safemerge_pl.scoring.scorer import Scorer, expert_weights, swapped_weights
+from safemerge_pl.scoring.scorer import Scorer
+from safemerge_pl.scoring.weights import expert_weights, swapped_weights
 
 __all__ = ["Row", "individual_row", "require_published", "score_row"]
 

@@ -12,7 +12,8 @@ from torch.nn.functional import normalize
 from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.backbones.heads import zero_shot_head
 from safemerge_pl.checkpoints import CheckpointError, match_names, open_checkpoint
-from safemerge_pl.data.module import ExactShard, ZooData
+from safemerge_pl.data import ZooData
+from safemerge_pl.data.module import ExactShard
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.zoo import Zoo
 
