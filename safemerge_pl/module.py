@@ -119,7 +119,7 @@ class ContinualMergeModule(L.LightningModule):
         accuracies = {}
         for name in data.eval_names:
             accuracies[name], counted = self._scores().take(name)
-            self._require_whole(name, counted, len(data.image_set(name)))
+            self._require_whole(name, counted, len(data.labelled_set(name)))
         tasks = [name for name in data.eval_names if name in data.stream.names]
         if stage == "fit":
             scores = self._enter_row(tasks, accuracies)

@@ -38,7 +38,7 @@ def check_stream(
     problems: list[str] = []
     for name in (*data.stream, *data.controls):
         try:
-            examples = data.image_set(name)
+            examples = data.labelled_set(name)
             if not len(examples):
                 problems.append(f"set '{name}' is empty.")
             elif isinstance(examples, ImageSet):

@@ -67,7 +67,7 @@ class StreamDataModule(L.LightningDataModule, ABC):
         """Published scores by set, of the ``"pretrained"`` model and of the ``"individual"`` experts on their tasks."""
         return {}
 
-    def image_set(self, name: str) -> LabelledSet:
+    def labelled_set(self, name: str) -> LabelledSet:
         """A set, opened once."""
         if name not in self._sets:
             self._sets[name] = self.load_set(name)
@@ -82,7 +82,7 @@ class StreamDataModule(L.LightningDataModule, ABC):
         problems = []
         for name in (*self.stream, *self.controls):
             try:
-                self.image_set(name)
+                self.labelled_set(name)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -134,7 +134,7 @@ class StreamDataModule(L.LightningDataModule, ABC):
     def dataset(self, name: str, backbone: Backbone) -> Dataset[Any]:
         """Preprocessed examples of a set; batches are fetched whole, so loaders need ``collate_fn=as_it_is``."""
         if name not in self._pixels:
-            batches = self.image_set(name).batches(backbone)
+            batches = self.labelled_set(name).batches(backbone)
             self._pixels[name] = _KeptPixels(batches) if self.keep_in_memory else batches
         return self._pixels[name]
 

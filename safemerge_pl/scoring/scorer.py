@@ -32,7 +32,7 @@ class Scorer:
     def add(self, name: str) -> SetScore:
         """What scores a set, built once (a head from the pretrained text tower, for example)."""
         if name not in self._sets:
-            self._sets[name] = self.data.image_set(name).score(self.backbone)
+            self._sets[name] = self.data.labelled_set(name).score(self.backbone)
         return self._sets[name]
 
     def count(self, name: str, batch: Any) -> None:
@@ -68,7 +68,7 @@ class Scorer:
         trainer = self.data.trainer
         precision = nullcontext() if trainer is None else trainer.precision_plugin.val_step_context()
         alone = trainer is None or (trainer.world_size == 1 and trainer.precision == "32-true")
-        kept = place_of_score(self.backbone, self.data.image_set(name)) if alone else None
+        kept = place_of_score(self.backbone, self.data.labelled_set(name)) if alone else None
         known = kept_score(kept)
         if known is not None:
             return known
