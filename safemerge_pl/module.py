@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from safemerge_pl.backbones.base import Backbone, CLIPBackbone, build_backbone
+from safemerge_pl.backbones import Backbone, CLIPBackbone, build_backbone
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.functional import summarise
 from safemerge_pl.metrics import AccuracyMatrix

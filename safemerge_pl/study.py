@@ -21,7 +21,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl import __version__
-from safemerge_pl.backbones.base import Backbone
+from safemerge_pl.backbones.base import Backbone, cache_key
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import find_experts
 from safemerge_pl.data.module import StreamDataModule
@@ -303,7 +303,7 @@ class Study:
         data = self.streams[stream]
         content = {
             "version": __version__,
-            "backbone": self.backbone.spec(),
+            "backbone": cache_key(self.backbone),
             "tasks": list(data.stream),
             "controls": list(data.controls),
             "experts": {task: _stamp(source) for task, source in self.sources[stream].items()},
