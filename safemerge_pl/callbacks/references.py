@@ -5,9 +5,10 @@ from typing import Any
 import lightning as L
 
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.scoring.rows import Row, individual_row, require_published, score_row
-from safemerge_pl.scoring.scorer import swapped_weights
+from safemerge_pl.scoring.weights import swapped_weights
 
 __all__ = ["ReferenceRows"]
 
@@ -68,6 +69,5 @@ def _say(trainer: L.Trainer, what: str, row: dict[str, Any]) -> None:
     """Print one line per model, if there is a progress bar to print it."""
     bar = trainer.progress_bar_callback
     if bar is not None:
-        columns = ("acc", "Gen") if "acc" in row else ("ACC", "Gen", "H")
-        parts = [f"{key} {100 * row[key]:.1f}" for key in columns if key in row]
+        parts = [f"{key} {100 * row[key]:.1f}" for key in ("acc", *SCORES) if key in row]
         bar.print(f"  {what:<28} {'  '.join(parts)}")

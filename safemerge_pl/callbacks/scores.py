@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.metrics import AccuracyMatrix
-from safemerge_pl.scoring.scorer import evaluating
+from safemerge_pl.scoring.weights import evaluating
 
 __all__ = ["Score", "StreamScores"]
 
