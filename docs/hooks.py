@@ -22,12 +22,14 @@ _EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<kind>[(\[])(?P<tex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
 
+_WORD = re.compile(r"([_^])\{([a-z]{3,})\}")
+
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
     """Replace each equation of a finished page by MathML."""
 
     def draw(match: re.Match[str]) -> str:
-        tex = html.unescape(match["tex"]).strip()
+        tex = _WORD.sub(r"\1{\\mathrm{\2}}", html.unescape(match["tex"]).strip())  # a word is no product of its letters
         try:
             drawn = convert(tex, display="block" if match["kind"] == "[" else "inline")
         except Exception as error:
