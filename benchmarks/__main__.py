@@ -19,7 +19,7 @@ from benchmarks.out_of_core import out_of_core
 from benchmarks.processes import processes
 from benchmarks.rivals import rivals
 from benchmarks.scaling import scaling
-from safemerge_pl.runtime.environment import describe_environment
+from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import write_json
 
 PARTS = {
@@ -73,7 +73,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results.json")
     arguments = parser.parse_args()
-    content: dict[str, object] = {"threads": torch.get_num_threads(), "environment": describe_environment()}
+    content: dict[str, object] = {"threads": torch.get_num_threads(), "environment": environment()}
     for part in arguments.parts:
         rows = PARTS[part](arguments)
         print(f"\n{part}, {torch.get_num_threads()} threads\n\n{table(rows)}", flush=True)

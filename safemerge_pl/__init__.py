@@ -6,7 +6,7 @@ Names are imported when they are first used, so that ``import safemerge_pl`` and
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from safemerge_pl.version import __version__
+from safemerge_pl.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from safemerge_pl import callbacks as callbacks
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from safemerge_pl.methods import TiesMerging as TiesMerging
     from safemerge_pl.methods import WUDIMerging as WUDIMerging
     from safemerge_pl.module import ContinualMergeModule as ContinualMergeModule
-
 
 _METHODS = (
     "IsoC",

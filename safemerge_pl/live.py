@@ -1,6 +1,5 @@
 """Fold a module into a merge while it is being trained, task after task. Pure PyTorch."""
 
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter_modules import adapter_deltas, adapter_names, plain_name
-from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.checkpoints.tensors import View
+from safemerge_pl.checkpoints.module_weights import read_for_module
+from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, open_checkpoint
+from safemerge_pl.checkpoints.tensors import LazyTensors, View
 from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.selection import MergePlan
-from safemerge_pl.folding.store import LazyTensors
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.saved import rebuild_method
@@ -95,7 +94,7 @@ class LiveMerger:
                 "start from fresh adapters with `init_lora_weights=True`."
             )
         if pretrained is not None:
-            tensors |= _from_source(module, tensors, pretrained)
+            tensors |= read_for_module(module, tensors, pretrained)
         self.merger = ContinualMerger(tensors, method, layers=layers, device=device, max_response=max_response)
         if pretrained is None:
             self.pretrained.source = f"the {type(module).__name__} before training"
@@ -377,40 +376,6 @@ def require_choices(restart_from: str = "pretrained", rest: str = "pretrained") 
         raise ValueError(f"`restart_from` must be 'pretrained' or 'merged', got {restart_from!r}.")
     if rest not in get_args(Rest):
         raise ValueError(f"`rest` must be 'pretrained' or 'keep', got {rest!r}.")
-
-
-def _from_source(module: nn.Module, tensors: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
-    """Every floating-point tensor from a checkpoint, in the dtype that the module has it in."""
-    checkpoint, wanted = open_checkpoint(source), [name for name, each in tensors.items() if each.is_floating_point()]
-    try:
-        names = match_names(wanted, checkpoint)
-    except CheckpointError:
-        checkpoint = _as_in_memory(module, checkpoint)
-        names = match_names(wanted, checkpoint)
-    for name, theirs in names.items():
-        if checkpoint.shape(theirs) != tuple(tensors[name].shape):
-            raise CheckpointError(
-                f"{checkpoint.source}: `{theirs}` has shape {checkpoint.shape(theirs)}, the module's `{name}` has "
-                f"{tuple(tensors[name].shape)}: is it the model that this module was made from?"
-            )
-    return {name: checkpoint[theirs].to(tensors[name].dtype) for name, theirs in names.items()}
-
-
-def _as_in_memory(module: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """A folder read by the module's own class: transformers gives some models other names in memory than in files."""
-    transformers = sys.modules.get("transformers")  # never imported: a module of its classes has done so
-    if transformers is None or not isinstance(module, transformers.PreTrainedModel) or checkpoint.folder is None:
-        return checkpoint
-    try:
-        options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-        loaded, found = type(module).from_pretrained(checkpoint.folder, **options)
-    except (OSError, ValueError, RuntimeError):
-        return checkpoint
-    if found["missing_keys"] or found["mismatched_keys"]:  # they would be random
-        return checkpoint
-    opened = open_checkpoint(loaded.state_dict())
-    opened.source = checkpoint.source
-    return opened
 
 
 def _has_statistics(part: nn.Module) -> bool:

@@ -16,15 +16,16 @@ from torch import Tensor
 from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Likeness, Mismatch
-from safemerge_pl.checkpoints.fit import Fitted, fit, require_dtype, require_finite, require_values
+from safemerge_pl.checkpoints.fit import Fitted, fit
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE
+from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE, LazyTensors, tied_names
+from safemerge_pl.checkpoints.values import require_dtype, require_finite, require_values
 from safemerge_pl.folding.bound import MaxResponse, choose_bound, measure_response, scale_vector
 from safemerge_pl.folding.engine import Folding
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport, LayerReport
 from safemerge_pl.folding.selection import plan_merge
-from safemerge_pl.folding.store import DiskTensors, LazyTensors
+from safemerge_pl.folding.store import DiskTensors
 from safemerge_pl.maths.response import bounded_scale
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
@@ -33,7 +34,6 @@ from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
 from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
-from safemerge_pl.output.weights import tied_names
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.disk_cache import KeptTensors
 
@@ -119,7 +119,7 @@ class ContinualMerger:
         with exact_arithmetic(self.device):
             for name in self.plan.parameters:
                 require_dtype(self.pretrained, name)
-            self.reference = self._hash(lambda name: _sound(self.pretrained, name).float())
+            self.reference = self._hash(lambda name: _read_finite(self.pretrained, name).float())
 
     @property
     def pretrained(self) -> Checkpoint:
@@ -241,7 +241,7 @@ class ContinualMerger:
         Args:
             incoming: as for :meth:`fold`.
             task: as for :meth:`fold`.
-            values: also read the tensors and look for NaN and Inf; otherwise headers only (and an adapter's factors).
+            values: also read the tensors and look for NaN and Inf; otherwise headers only.
 
         Returns:
             The parameters to merge, as the incoming model has them; :meth:`fold` takes it, and matches no name again.
@@ -487,8 +487,8 @@ class ContinualMerger:
                 yield f"the same weights were folded before, as '{earlier.task}'"
 
 
-def _sound(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor without NaN and Inf."""
+def _read_finite(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read a tensor, and see that it has neither NaN nor Inf."""
     tensor = checkpoint[name]
     require_finite(tensor, name, checkpoint.source)
     return tensor

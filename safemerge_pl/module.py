@@ -9,10 +9,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from safemerge_pl.backbones.base import Backbone, CLIPBackbone, build_backbone
+from safemerge_pl.backbones import Backbone, CLIPBackbone, build_backbone
 from safemerge_pl.data.module import StreamDataModule
+from safemerge_pl.functional import summarise
 from safemerge_pl.metrics import AccuracyMatrix
-from safemerge_pl.scoring.rows import summarise
 from safemerge_pl.scoring.scorer import Scorer
 from safemerge_pl.scoring.tags import tag_scores
 
@@ -24,7 +24,7 @@ class ContinualMergeModule(L.LightningModule):
 
     The module never trains: a :class:`safemerge_pl.callbacks.MergeCallback` folds the next model in at the start of
     each epoch, and the epoch's validation scores the result. It optimises nothing and its loss is a fresh zero, so
-    Lightning counts one step a merge and checkpoints as usual.
+    Lightning counts one step per merge and checkpoints as usual.
 
     Logged after each merge, over the number of merged tasks: ``stream/ACC``, ``stream/BWT``, ``stream/Gen``,
     ``stream/H``, ``task/<name>/acc`` and ``control/<name>/acc``, all as shares in ``[0, 1]``. What is undefined (BWT
@@ -119,7 +119,7 @@ class ContinualMergeModule(L.LightningModule):
         accuracies = {}
         for name in data.eval_names:
             accuracies[name], counted = self._scores().take(name)
-            self._require_whole(name, counted, len(data.image_set(name)))
+            self._require_whole(name, counted, len(data.labelled_set(name)))
         tasks = [name for name in data.eval_names if name in data.stream.names]
         if stage == "fit":
             scores = self._enter_row(tasks, accuracies)

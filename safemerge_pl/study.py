@@ -20,17 +20,19 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from safemerge_pl.backbones.base import Backbone
+from safemerge_pl.backbones.base import Backbone, cache_key
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import find_experts
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.data.stream import TaskStream
+from safemerge_pl.functional import SCORES, summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.runtime.files import write_json
 from safemerge_pl.runtime.memory import PeakMemory
-from safemerge_pl.scoring.rows import individual_row, require_published, score_row, summarise
-from safemerge_pl.scoring.scorer import Scorer, swapped_weights
+from safemerge_pl.scoring.rows import individual_row, require_published, score_row
+from safemerge_pl.scoring.scorer import Scorer
+from safemerge_pl.scoring.weights import swapped_weights
 from safemerge_pl.version import __version__
 
 __all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
@@ -224,7 +226,7 @@ class Study:
 
     def _say(self, index: int, cells: list[Cell], result: dict[str, Any], note: str) -> None:
         cell = cells[index]
-        scores = "  ".join(f"{key} {100 * result[key]:.1f}" for key in ("ACC", "Gen", "H", "BWT") if key in result)
+        scores = "  ".join(f"{key} {100 * result[key]:.1f}" for key in SCORES if key in result)
         varied = "".join(f" {key}={value}" for key, value in cell.varied.items())
         where = f"{cell.row}{varied}, {cell.stream} tasks, order {cell.order}"
         print(f"{index + 1:>4}/{len(cells)} {where}  {scores}  ({note})", flush=True)
@@ -248,10 +250,8 @@ class Study:
                 if task == order[-1]:
                     last = {name: scorer.score(name) for name in (*order, *data.controls) if name != task}
         last[order[-1]] = when_merged[order[-1]]
-        scores = summarise([last[task] for task in order], [last[name] for name in data.controls])
-        earlier = list(order)[:-1]
-        if earlier:
-            scores["BWT"] = sum(last[task] - when_merged[task] for task in earlier) / len(earlier)
+        tasks, controls = [last[task] for task in order], [last[name] for name in data.controls]
+        scores = summarise(tasks, controls, [when_merged[task] for task in order])
         return {
             **scores,
             "accuracies": last,
@@ -303,7 +303,7 @@ class Study:
         data = self.streams[stream]
         content = {
             "version": __version__,
-            "backbone": self.backbone.spec(),
+            "backbone": cache_key(self.backbone),
             "tasks": list(data.stream),
             "controls": list(data.controls),
             "experts": {task: _stamp(source) for task, source in self.sources[stream].items()},
@@ -340,9 +340,8 @@ def _stamp(source: Source) -> list[Any]:
 def _check_figure(figure: StudyFigure, study: Study) -> None:
     varied = {key for row in study.rows for key in row.vary}
     sets = {name for data in study.streams.values() for name in (*data.stream, *data.controls)}
-    scores = {"ACC", "Gen", "H", "BWT"}
-    unknown = [name for name in figure.y if name not in sets | scores]
-    if figure.x not in varied | scores:
+    unknown = [name for name in figure.y if name not in sets.union(SCORES)]
+    if figure.x not in varied.union(SCORES):
         unknown.insert(0, figure.x)
     labels = {row.label for row in study.rows}
     unknown += [label for label in figure.rows or () if label not in labels]

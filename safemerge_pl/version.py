@@ -1,3 +1,5 @@
-"""Version of the package, the same as in pyproject.toml."""
+"""The package's version, where every module may read it without importing the package's face."""
+
+__all__ = ["__version__"]
 
 __version__ = "0.1.0"

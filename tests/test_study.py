@@ -13,7 +13,6 @@ from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.methods import OPCM, SafeMerge, TaskArithmetic
 from safemerge_pl.reports.study import aggregate, latex, markdown
-from safemerge_pl.runtime.memory import PeakMemory
 from safemerge_pl.study import Study, StudyFigure, StudyRow
 
 
@@ -171,17 +170,3 @@ def test_spread_is_over_orders_with_one_degree_of_freedom_less() -> None:
     assert found["std"]["ACC"] == pytest.approx(0.13**0.5)
     assert found["mean"]["H"] == pytest.approx((0.2 / 0.7 + 0.4 / 0.9 + 0.9 / 1.4) / 3)
     assert aggregate(cells[:1])[0]["std"] == {}
-
-
-def test_peak_memory_sees_what_is_allocated() -> None:
-    """Also where it is memory that was freed before and is still resident."""
-
-    def blocks() -> list[bytearray]:
-        return [bytearray(b"x" * 2**16) for _ in range(80 * 2**4)]
-
-    freed, kept = blocks(), bytearray(b"x" * 2**16)  # the latter behind, so that what is freed is not at the end
-    del freed
-    with PeakMemory() as peak:
-        again = blocks()
-    del again, kept
-    assert peak.mib is None or 70 < peak.mib < 200

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from safemerge_pl.architectures.embeddings import is_embedding
+
 __all__ = ["Rule", "block_of", "heights", "in_vision", "known", "rule_for", "tower", "unknown_fusion"]
 
 _BLOCK = r"(?:layers|layer|blocks|resblocks|block|h)\.(?P<i>\d+(?:\.blocks\.\d+)?)\."  # Swin has blocks in layers
@@ -99,8 +101,8 @@ _LEFT = re.compile(
 )
 """Left pretrained on purpose: the output side of the feed-forward, and what joins two stages."""
 
-_NO_MATRIX = re.compile(r"norm|embed|bias|conv|router|(?:^|[._])gate\.weight$")
-"""2-D tensors of a block that choose, look up or normalise."""
+_NO_MATRIX = re.compile(r"norm|bias|conv|router|(?:^|[._])gate\.weight$")
+"""2-D tensors of a block that choose or normalise; those that are looked up are embeddings."""
 
 
 def rule_for(parameter: str, shape: Sequence[int] | None = None) -> tuple[Rule, dict[str, str]] | None:
@@ -171,7 +173,9 @@ def known(parameter: str, shape: Sequence[int]) -> bool:
         >>> known("h.0.mlp.fc_out.weight", (8, 32)), known("layers.0.mixer.in_proj.weight", (64, 8))
         (True, False)
     """
-    if len(shape) < 2 or min(shape) == 1 or _NO_MATRIX.search(parameter) or _LEFT.search(parameter):
+    if len(shape) < 2 or min(shape) == 1 or is_embedding(parameter):
+        return True
+    if _NO_MATRIX.search(parameter) or _LEFT.search(parameter):
         return True
     return rule_for(parameter, shape) is not None
 

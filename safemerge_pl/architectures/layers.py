@@ -15,16 +15,15 @@ from typing import Literal
 
 from torch import Tensor
 
+from safemerge_pl.architectures.embeddings import is_embedding
 from safemerge_pl.architectures.families import block_of, heights, in_vision, known, rule_for, tower, unknown_fusion
 
 __all__ = [
     "MergeLayer",
     "Scope",
-    "is_looked_up",
     "known_layers",
     "parts_of",
     "passed_over",
-    "plan_stacks",
     "select_layers",
     "vision_only",
 ]
@@ -33,20 +32,8 @@ Scope = Literal["selected", "selected_out", "linear", "matrix", "none"]
 """Which matrices are merged: attention and first feed-forward, these and T5's second feed-forward, every linear layer,
 every 2-D tensor, or none."""
 
-_EMBEDDING = re.compile(r"embed|bias_table|(?:^|\.)(?:shared|wte|wpe|relative_attention_bias)\.")
-"""2-D tensors that are looked up, not multiplied with."""
-
 _TEXT_TOWER = re.compile(r"(?:^|\.)(?:text|text_model|resblocks)\.")
 """The text side of a contrastive model, in transformers and open_clip."""
-
-MAX_STACK_ENTRIES = 2**25
-"""Largest stack, in entries (128 MiB in float32). A constant, so that the plan depends on shapes only."""
-
-CORE_STACK_ENTRIES = 2**17
-"""Largest stack on a CPU, where a stack is one core's work: it should stay in that core's cache."""
-
-MAX_CORE_ENTRIES = 2**22
-"""Largest matrix on a CPU that one core works on alone."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,7 @@ def select_layers(
     found = {
         name: _layers_of(name, tuple(shapes[name]), keep_unknown=everything, wide=everything or scope != "selected")
         for name in vision_only(shapes)
-        if scope != "linear" or not _EMBEDDING.search(name)
+        if scope != "linear" or not is_embedding(name)
     }
     for name in found if not everything else ():
         if not found[name] and len(shapes[name]) == 2 and unknown_fusion(name):
@@ -185,34 +172,6 @@ def passed_over(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]
     return [
         name for name in vision_only(shapes) if name not in taken and block_of(name) and not known(name, shapes[name])
     ]
-
-
-def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRIES) -> list[tuple[MergeLayer, ...]]:
-    """Group layers of equal shape into stacks of at most ``max_entries`` entries (one layer at least).
-
-    Example:
-        >>> a, b = MergeLayer("x.0.q", "q0", (2, 2)), MergeLayer("x.0.up", "u0", (8, 2))
-        >>> [[layer.name for layer in stack] for stack in plan_stacks([a, b, a, a], max_entries=8)]
-        [['x.0.q', 'x.0.q'], ['x.0.q'], ['x.0.up']]
-    """
-    groups: dict[tuple[int, ...], list[MergeLayer]] = {}
-    for layer in layers:
-        groups.setdefault(layer.shape, []).append(layer)
-    stacks = []
-    for shape, group in groups.items():
-        size = max(1, max_entries // math.prod(shape))
-        stacks += [tuple(group[start : start + size]) for start in range(0, len(group), size)]
-    return stacks
-
-
-def is_looked_up(name: str) -> bool:
-    """Whether a 2-D tensor is a table of embeddings or positions, of which rows are looked up.
-
-    Example:
-        >>> is_looked_up("embeddings.position_embedding.weight"), is_looked_up("layers.0.mlp.fc1.weight")
-        (True, False)
-    """
-    return bool(_EMBEDDING.search(name))
 
 
 def known_layers(names: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Lightning callbacks, one a file."""
+"""Lightning callbacks, one per file."""
 
 from safemerge_pl.callbacks.merge import MergeCallback as MergeCallback
 from safemerge_pl.callbacks.output import MergedModelWriter as MergedModelWriter

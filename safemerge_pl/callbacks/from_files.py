@@ -90,10 +90,10 @@ class FromFiles:
             self.on_fold(trainer, report)
 
     def end_epoch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing: the next model comes with the next epoch."""
+        """Do nothing: the next model comes with the next epoch."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing: the module that is scored keeps its own matrix."""
+        """Do nothing: the module that is scored keeps its own matrix."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say so if the run ended early."""

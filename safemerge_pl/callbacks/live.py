@@ -1,4 +1,4 @@
-"""The life of a merge inside somebody's training loop: when tasks end, what is folded, what is in the module when."""
+"""Merging inside a training loop: when tasks end, what is folded, and which weights the module holds when."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

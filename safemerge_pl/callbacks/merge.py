@@ -31,8 +31,8 @@ __all__ = ["MergeCallback"]
 class MergeCallback(L.Callback):
     """Fold one model after another into the module, with any merge method.
 
-    The models come from checkpoints, one an epoch (``experts``), or from the training itself: with ``epochs_per_task``
-    or ``boundary`` the callback folds what somebody's loop has just trained, at the end of each task.
+    The models come from checkpoints, one per epoch (``experts``), or from the training itself: with ``epochs_per_task``
+    or ``boundary`` the callback folds what a training loop has just trained, at the end of each task.
 
     The module's weights at the start of ``fit`` are the pretrained ones. Weights are changed in place and wholly or not
     at all. The position in the stream is the callback's own and is saved with the checkpoint, so a run that was stopped
@@ -48,9 +48,9 @@ class MergeCallback(L.Callback):
 
     Args:
         method: how to merge; SAFE-Merge with its defaults if left out.
-        experts: where the fine-tuned models are: ``"zoo"``, a folder with one sub-folder a task, a path with ``{task}``
-            in it, a list of such places (the first that has the task wins), or a mapping from task to model. A mapping
-            also gives the order where the data module has no stream.
+        experts: where the fine-tuned models are: ``"zoo"``, a folder with one sub-folder per task, a path with
+            ``{task}`` in it, a list of such places (the first that has the task wins), or a mapping from task to model.
+            A mapping also gives the order where the data module has no stream.
         layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
         module_attr: dotted path of the sub-module that is merged; by default the tower that the module's backbone
             names, or the whole module.
@@ -59,7 +59,7 @@ class MergeCallback(L.Callback):
         **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Raises:
-        ValueError: if options contradict each other.
+        ValueError: if the options contradict each other.
         MisconfigurationException: in ``setup``, for a strategy that shards weights, half-precision weights, or an
             expert that is missing or does not fit; all problems in one message, before anything is changed.
     """
@@ -200,7 +200,7 @@ class MergeCallback(L.Callback):
         self._mode.on_train_end(trainer, pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """The merger outlives the run's processes; a state that was loaded to be looked at does not."""
+        """Leave a merger that works without the run's processes, and forget a state that no ``fit`` took up."""
         self._restored = None
         if self.merger is not None:
             self.merger.processes = Processes(shared=False)

@@ -5,9 +5,10 @@ from typing import Any
 import lightning as L
 
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.scoring.rows import Row, individual_row, require_published, score_row
-from safemerge_pl.scoring.scorer import swapped_weights
+from safemerge_pl.scoring.weights import swapped_weights
 
 __all__ = ["ReferenceRows"]
 
@@ -16,7 +17,7 @@ class ReferenceRows(L.Callback):
     """Score the pretrained model and every expert before the first merge.
 
     *Pre-trained* is the zero-shot model on all tasks and control sets. *Individual* is each expert on its own task, and
-    the mean over the experts of their control accuracies (METHODS 12). The rows are saved in checkpoints, so a resumed
+    the mean over the experts of their control accuracies. The rows are saved in checkpoints, so a resumed
     run does not measure them again.
 
     Args:
@@ -65,9 +66,8 @@ class ReferenceRows(L.Callback):
 
 
 def _say(trainer: L.Trainer, what: str, row: dict[str, Any]) -> None:
-    """One line a model, where there is a progress bar to print it."""
+    """Print one line per model, if there is a progress bar to print it."""
     bar = trainer.progress_bar_callback
     if bar is not None:
-        columns = ("acc", "Gen") if "acc" in row else ("ACC", "Gen", "H")
-        parts = [f"{key} {100 * row[key]:.1f}" for key in columns if key in row]
+        parts = [f"{key} {100 * row[key]:.1f}" for key in ("acc", *SCORES) if key in row]
         bar.print(f"  {what:<28} {'  '.join(parts)}")

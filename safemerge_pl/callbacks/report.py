@@ -13,10 +13,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.references import ReferenceRows
+from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.reports import stream as reports
 from safemerge_pl.runtime.configs import config_folder
-from safemerge_pl.runtime.environment import describe_environment
+from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import write_figure, write_json, write_text
 from safemerge_pl.runtime.memory import peak_memory_mib
 
@@ -69,12 +70,12 @@ class StreamReport(L.Callback):
 
     def _add(self, trainer: L.Trainer, merge: MergeCallback, scores: dict[str, float]) -> None:
         fold, scoring = merge.reports[-1], None if merge.live is None else merge.live.scores.seconds
-        columns: dict[str, Any] = {key: scores[key] for key in ("ACC", "BWT", "Gen", "H") if key in scores}
+        columns: dict[str, Any] = {key: scores[key] for key in SCORES if key in scores}
         row: dict[str, Any] = {
             "step": fold.index,
             "task": fold.task,
             **columns,
-            "accuracies": {key: value for key, value in scores.items() if key not in ("ACC", "BWT", "Gen", "H")},
+            "accuracies": {key: value for key, value in scores.items() if key not in SCORES},
             "kept_fraction": fold.kept_fraction,
             "loss_first": fold.losses[0] if fold.losses else None,
             "loss_last": fold.losses[-1] if fold.losses else None,
@@ -142,7 +143,7 @@ class StreamReport(L.Callback):
             "seconds": round(self._seconds(), 1),
             "peak_memory_mib": peak_memory_mib(),
             "merged": self.steps[-1]["merged"] if self.steps else None,
-            "environment": describe_environment(),
+            "environment": environment(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,7 +170,7 @@ class StreamReport(L.Callback):
     def _log_hparams(self, trainer: L.Trainer, content: reports.Report) -> None:
         settings = {"method": content["method"]["name"], **content["method"]["settings"]}
         settings |= {"tasks": len(content["tasks"]), "order_seed": str(content["order_seed"])}
-        scores = {f"hp/{key}": self.steps[-1][key] for key in ("ACC", "BWT", "Gen", "H") if key in self.steps[-1]}
+        scores = {f"hp/{key}": self.steps[-1][key] for key in SCORES if key in self.steps[-1]}
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.log_hyperparams(settings, scores)

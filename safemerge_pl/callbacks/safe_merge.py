@@ -22,7 +22,7 @@ class SAFEMergeCallback(MergeCallback):
         task_rank: :math:`r_v`, directions of the incoming task that recovery restores.
         plasticity: :math:`\lambda` in ``[0, 1]``: 1 learns the new task, 0 protects the old ones.
         regularization: :math:`\mu`, weight of the correction's size.
-        num_steps: :math:`K`, Adam steps a task.
+        num_steps: :math:`K`, Adam steps per task.
         lr: :math:`\eta`, Adam's learning rate.
         utility_weight: :math:`\beta`, 1 is the paper's score (Eq. 6), 0 the general-only score (Eq. 4).
         keep: ``"low"`` merges the least risky entries, ``"high"`` the riskiest (negative control).

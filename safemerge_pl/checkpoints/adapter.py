@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safemerge_pl.architectures.embeddings import is_tied_candidate
 from safemerge_pl.architectures.layers import known_layers, parts_of, vision_only
 from safemerge_pl.checkpoints.adapted import BoundAdapter, Delta
 from safemerge_pl.checkpoints.adapter_config import ADAPTER_CONFIG, REMEDY, value_by_pattern
@@ -26,9 +27,6 @@ _OTHER_FACTOR = re.compile(
 
 _TWICE_UP_TO = [0, 21]
 """Last version of peft that is known to add the output projection of an adapted attention twice."""
-
-_TIED = re.compile(r"(?:^|\.)(?:lm_head|embed_tokens|embed_out|wte|shared)\.weight$")
-"""Embeddings and heads; a tied one stands in a file under one of its names only."""
 
 
 class Adapter(View):
@@ -123,7 +121,7 @@ class Adapter(View):
             return {name: name for name in wanted}
         saved = self.config.get("modules_to_save") or []
         tower = set(vision_only(wanted))  # a pretrained vision tower has no place for the text tower's factors
-        must = [name for name in wanted if name in tower and not (_TIED.search(name) or _is_saved(name, saved))]
+        must = [name for name in wanted if name in tower and not (is_tied_candidate(name) or _is_saved(name, saved))]
         if not any(name in targets for name in must):
             must = [name for name in wanted if name in targets]
         names = match_names(must, base)

@@ -12,17 +12,9 @@ from safemerge_pl.checkpoints.differences import Cut, Mismatch, differences, is_
 from safemerge_pl.checkpoints.layouts import relaid
 from safemerge_pl.checkpoints.names import names_alike
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, match_names
+from safemerge_pl.checkpoints.values import require_dtype, require_finite
 
-__all__ = [
-    "Fitted",
-    "align",
-    "bind_adapter",
-    "fit",
-    "is_finite",
-    "require_dtype",
-    "require_finite",
-    "require_values",
-]
+__all__ = ["Fitted", "align", "bind_adapter", "fit"]
 
 
 class Fitted(Checkpoint):
@@ -117,25 +109,30 @@ def fit(
     if values:
         fitted.require_change()
     for name, theirs in fitted.names.items():
-        found = fitted.shape(name)
-        if found != pretrained.shape(name):
-            if 0 in found:
-                hint = "it is partitioned (ZeRO-3, FSDP); gather the checkpoint first"
-            elif is_resized(pretrained, name, fitted, name):
-                hint = (
-                    "resize its embeddings to the pretrained model's, or merge the rows that both have with "
-                    "`on_mismatch` 'pretrained'"
-                )
-            else:
-                hint = "is it a fine-tune of this model?"
-            raise CheckpointError(
-                f"{incoming.source}: `{theirs}` has shape {found}, the pretrained model's `{name}` has "
-                f"{pretrained.shape(name)}: {hint}"
-            )
+        _require_shape(pretrained, name, fitted)
         require_dtype(fitted, name, theirs)
         if values:
             require_finite(fitted[name], theirs, fitted.source)
     return fitted
+
+
+def _require_shape(pretrained: Checkpoint, name: str, fitted: Fitted) -> None:
+    """Refuse a tensor of another shape, with what it may come from."""
+    ours, found = pretrained.shape(name), fitted.shape(name)
+    if found == ours:
+        return
+    if 0 in found:
+        hint = "it is partitioned (ZeRO-3, FSDP); gather the checkpoint first"
+    elif is_resized(pretrained, name, fitted, name):
+        hint = (
+            "resize its embeddings to the pretrained model's, or merge the rows that both have with `on_mismatch` "
+            "'pretrained'"
+        )
+    else:
+        hint = "is it a fine-tune of this model?"
+    raise CheckpointError(
+        f"{fitted.source}: `{fitted.names[name]}` has shape {found}, the pretrained model's `{name}` has {ours}: {hint}"
+    )
 
 
 def align(
@@ -211,59 +208,3 @@ def _match(
         if other is None:
             raise
         return other, {name: name for name in parameters}
-
-
-def require_dtype(checkpoint: Checkpoint, name: str, alias: str | None = None) -> None:
-    """Refuse a weight that is not stored in a plain floating-point format.
-
-    Args:
-        checkpoint: where it is.
-        name: its name there.
-        alias: its name in the message, if that is another one.
-
-    Raises:
-        CheckpointError: for integers and 8-bit floats.
-    """
-    dtype = checkpoint.dtype(name)
-    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise CheckpointError(
-            f"{checkpoint.source}: `{alias or name}` is {dtype}, a quantised or packed weight; give the model in "
-            "float32, bfloat16 or float16."
-        )
-
-
-def require_values(tensor: Tensor, name: str, source: str) -> None:
-    """Refuse a tensor that has a shape but no values.
-
-    Raises:
-        CheckpointError: for a tensor on the meta device.
-    """
-    if tensor.is_meta:
-        raise CheckpointError(f"{source}: `{name}` was never loaded (it is on the meta device); load the model whole.")
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor Inf. A finite sum says so in one pass; an infinite one may be an overflow.
-
-    Example:
-        >>> [is_finite(torch.tensor(values)) for values in ([1.0, 3e38, 3e38], [1.0, float("nan")])]
-        [True, False]
-    """
-    if tensor.is_floating_point() and torch.isfinite(tensor.sum(dtype=torch.float32)):
-        return True
-    return bool(torch.isfinite(tensor).all())
-
-
-def require_finite(tensor: Tensor, name: str, source: str) -> None:
-    """Refuse a tensor with NaN or Inf, naming it and how many.
-
-    Raises:
-        CheckpointError: if a value is not finite.
-    """
-    require_values(tensor, name, source)
-    if is_finite(tensor):
-        return
-    bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-    raise CheckpointError(
-        f"{source}: `{name}` has {bad} NaN or Inf among {tensor.numel()} values; retrain or repair it."
-    )

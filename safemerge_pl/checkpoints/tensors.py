@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +12,18 @@ from safemerge_pl.checkpoints.refusals import refuse_impostor
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.runtime.cores import map_on_cores
 
-__all__ = ["DTYPES", "HASHED_AT_ONCE", "Checkpoint", "Memory", "Safetensors", "View", "fingerprint"]
+__all__ = [
+    "DTYPES",
+    "HASHED_AT_ONCE",
+    "Checkpoint",
+    "LazyTensors",
+    "Memory",
+    "Safetensors",
+    "View",
+    "fingerprint",
+    "is_floating",
+    "tied_names",
+]
 
 DTYPES = {
     "F64": torch.float64,
@@ -167,6 +178,72 @@ class Safetensors(Checkpoint):
                 "float32, bfloat16 or float16."
             )
         return DTYPES[code]
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that a function gives by name, each time that they are asked for.
+
+    Args:
+        names: of the tensors.
+        read: gives a tensor by name.
+
+    Example:
+        >>> LazyTensors(["a"], lambda name: torch.ones(2))["a"].tolist()
+        [1.0, 1.0]
+    """
+
+    def __init__(self, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # a mapping's own way would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def is_floating(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is stored in a plain floating-point format; ``False``, not an error, for any other.
+
+    Example:
+        >>> model = Memory({"weight": torch.ones(1), "position_ids": torch.arange(3)}, "a mapping")
+        >>> is_floating(model, "weight"), is_floating(model, "position_ids")
+        (True, False)
+    """
+    try:
+        return checkpoint.dtype(name).is_floating_point
+    except CheckpointError:  # an 8-bit format
+        return False
+
+
+def tied_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Find the names of tensors in memory that are one and the same.
+
+    Returns:
+        Each further name of a tensor -> its first name.
+
+    Example:
+        >>> weight = torch.ones(2, 1)
+        >>> tied_names(Memory({"embed": weight, "head": weight, "other": torch.ones(2, 1)}, "a mapping"))
+        {'head': 'embed'}
+    """
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    aliases: dict[str, str] = {}
+    for name in checkpoint:
+        place = checkpoint.storage(name)
+        if place is not None:
+            known = first.setdefault((place, checkpoint.shape(name)), name)
+            if known != name:
+                aliases[name] = known
+    return aliases
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -11,7 +11,8 @@ from safemerge_pl.checkpoints.fit import fit
 from safemerge_pl.checkpoints.open import open_checkpoint
 from safemerge_pl.commands.fit import build_cli
 from safemerge_pl.data.experts import find_experts
-from safemerge_pl.data.module import ImageSet, StreamDataModule
+from safemerge_pl.data.images import ImageSet
+from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.folders import nearest
@@ -57,7 +58,7 @@ def check_stream(
     problems: list[str] = []
     for name in (*data.stream, *data.controls):
         try:
-            examples = data.image_set(name)
+            examples = data.labelled_set(name)
             if not len(examples):
                 problems.append(f"set '{name}' is empty.")
             elif isinstance(examples, ImageSet):
@@ -93,9 +94,12 @@ def check_stream(
         "the rest stays pretrained"
     )
     facts.append(f"memory for merging: about {plan.memory / 2**20:.0f} MiB beside the model")
-    needed = output_size(plan, base, "float32")
     place = nearest(output.absolute())
     free = shutil.disk_usage(place).free
+    try:
+        needed = output_size(plan, base, "float32")
+    except ValueError as error:
+        return facts, [*problems, f"merged model: {error}"]
     facts.append(f"disk for the merged model: at most {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB free in {place}")
     if needed > free:
         problems.append(f"{place} has {free / 2**20:.0f} MiB free, the merged model needs {needed / 2**20:.0f} MiB.")

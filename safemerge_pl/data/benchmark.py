@@ -5,7 +5,8 @@ from typing import Any
 
 from safemerge_pl.data.image_files import open_rows
 from safemerge_pl.data.image_sets import CONTROLS, SetSpec, find_spec, named_prompts, stream_of
-from safemerge_pl.data.module import ImageSet, StreamDataModule
+from safemerge_pl.data.images import ImageSet
+from safemerge_pl.data.module import StreamDataModule
 
 __all__ = ["CLIPBenchmarkData"]
 

@@ -12,8 +12,7 @@ from torchmetrics.functional.regression import spearman_corrcoef
 
 from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.backbones.t5 import T5Backbone
-from safemerge_pl.data.module import LabelledSet
-from safemerge_pl.scoring.scorer import SetScore
+from safemerge_pl.data.labelled import LabelledSet, SetScore
 
 __all__ = ["ExactMatchScore", "SpearmanScore", "TextMetric", "TextSet"]
 

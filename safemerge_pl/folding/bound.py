@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from safemerge_pl.architectures.layers import MAX_CORE_ENTRIES, MergeLayer
+from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.folding.processes import Processes
+from safemerge_pl.folding.stacks import MAX_CORE_ENTRIES
 from safemerge_pl.maths.response import read_energy
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.runtime.cores import map_on_cores

@@ -11,11 +11,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from safemerge_pl.architectures.layers import CORE_STACK_ENTRIES, MAX_CORE_ENTRIES, MergeLayer, plan_stacks
+from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import LayerReport, layer_rows
-from safemerge_pl.folding.stacks import LARGE_ENTRIES, Folded, concatenate, copy_if_shared, fold_rows, stack_matrices
+from safemerge_pl.folding.stacks import (
+    CORE_STACK_ENTRIES,
+    LARGE_ENTRIES,
+    MAX_CORE_ENTRIES,
+    Folded,
+    concatenate,
+    copy_if_shared,
+    fold_rows,
+    plan_stacks,
+    stack_matrices,
+)
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.cores import flat_parts, length_of, map_on_cores

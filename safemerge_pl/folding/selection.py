@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from safemerge_pl.architectures.embeddings import is_embedding
 from safemerge_pl.architectures.layers import (
     MergeLayer,
-    is_looked_up,
     known_layers,
     passed_over,
-    plan_stacks,
     select_layers,
     vision_only,
 )
-from safemerge_pl.checkpoints.differences import is_floating
-from safemerge_pl.checkpoints.tensors import Checkpoint
+from safemerge_pl.checkpoints.tensors import Checkpoint, is_floating, tied_names
+from safemerge_pl.folding.stacks import plan_stacks
 from safemerge_pl.methods.base import MergeMethod
-from safemerge_pl.output.weights import tied_names
 
 __all__ = ["MergePlan", "plan_merge"]
 
@@ -57,7 +55,7 @@ class MergePlan:
     @cached_property
     def matrices(self) -> list[MergeLayer]:
         """Those units that are multiplied with an input: neither vectors nor tables that are looked up."""
-        return [unit for unit in self.units if len(unit.shape) == 2 and not is_looked_up(unit.parameter)]
+        return [unit for unit in self.units if len(unit.shape) == 2 and not is_embedding(unit.parameter)]
 
     @property
     def entries(self) -> int:

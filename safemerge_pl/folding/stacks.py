@@ -1,21 +1,61 @@
-"""Put matrices into a stack, and take apart or together what came of it."""
+"""Plan the stacks of a fold, put matrices into them, and take apart or together what came of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.folding.report import LayerReport, layer_rows, whole_row
 from safemerge_pl.methods.base import Stack, StackResult
 
-__all__ = ["LARGE_ENTRIES", "Folded", "concatenate", "copy_if_shared", "fold_rows", "stack_matrices"]
+__all__ = [
+    "CORE_STACK_ENTRIES",
+    "LARGE_ENTRIES",
+    "MAX_CORE_ENTRIES",
+    "MAX_STACK_ENTRIES",
+    "Folded",
+    "concatenate",
+    "copy_if_shared",
+    "fold_rows",
+    "plan_stacks",
+    "stack_matrices",
+]
+
+MAX_STACK_ENTRIES = 2**25
+"""Largest stack, in entries (128 MiB in float32). A constant, so that the plan depends on shapes only."""
+
+CORE_STACK_ENTRIES = 2**17
+"""Largest stack on a CPU, where a stack is one core's work: it should stay in that core's cache."""
+
+MAX_CORE_ENTRIES = 2**22
+"""Largest matrix on a CPU that one core works on alone."""
 
 LARGE_ENTRIES = 2**24
 """Entries of a tensor from which on an elementwise method gets it in parts, of no more each."""
 
 Folded = tuple[StackResult, list[LayerReport]]
 """A stack's result, and one report per layer."""
+
+
+def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRIES) -> list[tuple[MergeLayer, ...]]:
+    """Group layers of equal shape into stacks of at most ``max_entries`` entries (one layer at least).
+
+    Example:
+        >>> a, b = MergeLayer("x.0.q", "q0", (2, 2)), MergeLayer("x.0.up", "u0", (8, 2))
+        >>> [[layer.name for layer in stack] for stack in plan_stacks([a, b, a, a], max_entries=8)]
+        [['x.0.q', 'x.0.q'], ['x.0.q'], ['x.0.up']]
+    """
+    groups: dict[tuple[int, ...], list[MergeLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.shape, []).append(layer)
+    stacks = []
+    for shape, group in groups.items():
+        size = max(1, max_entries // math.prod(shape))
+        stacks += [tuple(group[start : start + size]) for start in range(0, len(group), size)]
+    return stacks
 
 
 def stack_matrices(matrices: list[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from safemerge_pl.checkpoints.open import Checkpoint
 from safemerge_pl.output.files import LEDGER_FILE
 from safemerge_pl.output.state import MergeState
-from safemerge_pl.runtime.environment import describe_environment
+from safemerge_pl.runtime.environment import environment
 
 __all__ = ["model_card"]
 
@@ -67,7 +67,7 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
         *_bound(state),
         f"- settings: {', '.join(f'{key}={value}' for key, value in settings.items()) or 'none'}",
         f"- command: `{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`",
-        "- " + ", ".join(f"{key} {value}" for key, value in describe_environment().items()),
+        "- " + ", ".join(f"{key} {value}" for key, value in environment().items()),
         *(f"- note: {note}" for note in notes),
     ]
     return "\n".join(lines) + "\n"

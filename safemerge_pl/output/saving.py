@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.layers import vision_only
-from safemerge_pl.checkpoints.fit import require_values
 from safemerge_pl.checkpoints.layouts import pieces_of, relaid
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, match_names, open_checkpoint
-from safemerge_pl.checkpoints.tensors import View
+from safemerge_pl.checkpoints.tensors import View, tied_names
+from safemerge_pl.checkpoints.values import require_values
 from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.output.files import CARD_FILE, LEDGER_FILE, MASTER_FILE, OPEN_CLIP_STEM, STATE_FILE, WEIGHTS_STEM
 from safemerge_pl.output.folders import check_output, recover_output, require_space, staged_folder
 from safemerge_pl.output.model_card import model_card
 from safemerge_pl.output.side_files import OutputDtype, copy_side_files, output_notes, side_files
 from safemerge_pl.output.state import MergeState, SavedMerge, read_state
-from safemerge_pl.output.weights import TensorSpec, parse_size, tied_names, write_weights
+from safemerge_pl.output.weights import TensorSpec, parse_size, write_weights
 
 __all__ = ["output_size", "read_merge", "require_output", "save_merge"]
 

@@ -7,6 +7,8 @@ shares in [0, 1].
 
 from typing import TYPE_CHECKING, Any
 
+from safemerge_pl.functional import SCORES
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["console_table", "markdown", "matrix_figure", "stream_figure"]
 
 Report = dict[str, Any]
-_COLUMNS = ("ACC", "Gen", "H", "BWT")
 _BLUE, _RED, _GREEN, _GREY = "#2563eb", "#dc2626", "#059669", "#6b7280"
 
 
@@ -37,7 +38,7 @@ def console_table(report: Report) -> "Table":
     table.add_column("")
     for name, _ in rows:
         table.add_column(name, justify="right")
-    for column in _COLUMNS:
+    for column in SCORES:
         table.add_row(column, *(_percent(row.get(column)) for _, row in rows), style="bold")
     for kind in ("tasks", "controls"):
         table.add_section()
@@ -51,14 +52,14 @@ def markdown(report: Report) -> str:
     rows = table_rows(report)
     lines = [f"# {report['method']['name']} on {len(report['tasks'])} tasks", "", "Accuracy in percent.", ""]
     lines += ["| | " + " | ".join(name for name, _ in rows) + " |", "|---|" + "---:|" * len(rows)]
-    for column in _COLUMNS:
+    for column in SCORES:
         lines.append(f"| **{column}** | " + " | ".join(_percent(row.get(column)) for _, row in rows) + " |")
     for name in (*report["tasks"], *report["controls"]):
         lines.append(f"| {name} | " + " | ".join(_percent(row["accuracies"].get(name)) for _, row in rows) + " |")
     lines += ["", "## After each merge", "", "| # | task | own | ACC | Gen | H | BWT | kept | fold s | score s |"]
     lines.append("|---:|---|" + "---:|" * 8)
     for step in report["steps"]:
-        cells = [_percent(step["accuracies"].get(step["task"])), *(_percent(step.get(column)) for column in _COLUMNS)]
+        cells = [_percent(step["accuracies"].get(step["task"])), *(_percent(step.get(column)) for column in SCORES)]
         cells += [_percent(step["kept_fraction"]), f"{step['fold_seconds']:.2f}", f"{step['score_seconds']:.1f}"]
         lines.append(f"| {step['step']} | {step['task']} | " + " | ".join(cells) + " |")
     lines += ["", "![accuracy matrix](matrix.png)", "", "![stream](stream.png)", "", "## How it was made", ""]
@@ -106,7 +107,7 @@ def stream_figure(report: Report) -> "Figure":
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for column, colour, marker in (("ACC", _BLUE, "o"), ("Gen", _GREEN, "s"), ("H", _RED, "^")):
+    for column, colour, marker in zip(SCORES[:3], (_BLUE, _GREEN, _RED), "os^", strict=True):  # BWT has another scale
         points = [(step["step"], 100 * step[column]) for step in report["steps"] if column in step]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=column)

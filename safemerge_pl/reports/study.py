@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from safemerge_pl.runtime.environment import describe_environment
+from safemerge_pl.functional import SCORES
+from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import write_figure, write_json, write_text
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Aggregate", "aggregate", "latex", "markdown", "write_study"]
 
-_SCORES = ("ACC", "Gen", "H", "BWT")
 Aggregate = dict[str, Any]
 """``row``, ``stream``, ``varied``, ``orders``, and ``mean`` and ``std`` by score and set."""
 
@@ -39,9 +39,7 @@ def aggregate(results: Sequence[dict[str, Any]]) -> list[Aggregate]:
         groups.setdefault((result["row"], result["stream"], repr(result["varied"])), []).append(result)
     found = []
     for members in groups.values():
-        flat = [
-            {**{key: member[key] for key in _SCORES if key in member}, **member["accuracies"]} for member in members
-        ]
+        flat = [{**{key: member[key] for key in SCORES if key in member}, **member["accuracies"]} for member in members]
         columns = {name: [row[name] for row in flat] for name in flat[0] if all(name in row for row in flat)}
         for extra in ("fold_seconds", "solve_seconds", "peak_memory_mib", "iterations"):
             if all(member.get(extra) is not None for member in members):
@@ -59,7 +57,7 @@ def aggregate(results: Sequence[dict[str, Any]]) -> list[Aggregate]:
 
 def table_rows(study: "Study", *, plus_minus: str) -> list[list[str]]:
     """Cells of the table: name, then four scores and the named sets a stream, then overhead."""
-    found, columns = aggregate(study.results), (*_SCORES, *study.sets)
+    found, columns = aggregate(study.results), (*SCORES, *study.sets)
     names = list(dict.fromkeys((entry["row"], repr(entry["varied"])) for entry in found))
     rows = []
     for reference in ("Pre-trained", "Individual"):
@@ -89,19 +87,19 @@ def table_rows(study: "Study", *, plus_minus: str) -> list[list[str]]:
 def markdown(study: "Study") -> str:
     """The table as Markdown; percent, mean ± standard deviation over orders."""
     orders = ", ".join(str(order) for order in study.orders)
-    heads = [f"{score} ({stream})" for stream in study.streams for score in (*_SCORES, *study.sets)]
+    heads = [f"{score} ({stream})" for stream in study.streams for score in (*SCORES, *study.sets)]
     heads += ["iterations", "solving s/task", "total s/task", "peak MiB/fold"] if study.overhead else []
     lines = [f"# {study.title}", "", f"Percent; orders {orders}; ± is the sample standard deviation.", ""]
     lines += ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     lines += ["| " + " | ".join(row) + " |" for row in table_rows(study, plus_minus=" ± ")]
     lines += [f"\n![{figure.title or figure.file}]({figure.file})" for figure in study.figures]
-    lines += ["", ", ".join(f"{key} {value}" for key, value in describe_environment().items())]
+    lines += ["", ", ".join(f"{key} {value}" for key, value in environment().items())]
     return "\n".join(lines) + "\n"
 
 
 def latex(study: "Study") -> str:
     """The table as a LaTeX ``tabular`` for ``booktabs``."""
-    scores = (*_SCORES, *study.sets)
+    scores = (*SCORES, *study.sets)
     columns = len(study.streams) * len(scores) + (4 if study.overhead else 0)
     heads = [_escape(score) for _ in study.streams for score in scores]
     heads += ["Iters.", "Solv. (s)", "Tot. (s)", "Mem. (MiB)"] if study.overhead else []
@@ -124,7 +122,7 @@ def write_study(study: "Study") -> None:
     write_text(study.folder / "table.md", markdown(study))
     write_text(study.folder / "table.tex", latex(study))
     content = {"title": study.title, "orders": study.orders, "references": study.references, "aggregates": found}
-    write_json(study.folder / "study.json", {**content, "cells": study.results, "environment": describe_environment()})
+    write_json(study.folder / "study.json", {**content, "cells": study.results, "environment": environment()})
     for figure in study.figures:
         _draw(study, figure, found)
     print(f"\n{markdown(study)}\ntables and figures: {study.folder}")
@@ -147,14 +145,14 @@ def _draw(study: "Study", figure: "StudyFigure", found: list[Aggregate]) -> None
         for stream, rows in study.references.items():
             row = rows.get("Pre-trained", {})
             value = row.get(score, row.get("accuracies", {}).get(score))
-            if value is not None and score != "ACC" and figure.x not in _SCORES:
+            if value is not None and score != "ACC" and figure.x not in SCORES:
                 axes.axhline(100 * value, color="#6b7280", linestyle="--", linewidth=1)
                 axes.annotate(
                     "pretrained", (0.02, 100 * value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom"
                 )
             if stream == next(iter(study.streams)):
                 axes.set_ylabel(f"{score} (%)")
-        axes.set_xlabel(f"{figure.x} (%)" if figure.x in _SCORES else figure.x)
+        axes.set_xlabel(f"{figure.x} (%)" if figure.x in SCORES else figure.x)
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize=7)
     canvas.suptitle(figure.title, fontsize=11)
@@ -165,12 +163,12 @@ def _draw_line(axes: "Axes", figure: "StudyFigure", score: str, entries: list[Ag
     """One row of the study: a curve over a setting with its spread, or a trade-off between two scores."""
     points = []
     for entry in entries:
-        x = entry["mean"].get(figure.x) if figure.x in _SCORES else entry["varied"].get(figure.x)
+        x = entry["mean"].get(figure.x) if figure.x in SCORES else entry["varied"].get(figure.x)
         if x is not None and score in entry["mean"]:
             points.append((x, 100 * entry["mean"][score], 100 * entry["std"].get(score, 0.0), entry["varied"]))
     if not points:
         return
-    if figure.x in _SCORES:
+    if figure.x in SCORES:
         (line,) = axes.plot([100 * p[0] for p in points], [p[1] for p in points], marker="o", label=name)
         for x, y, _, varied in points:
             text = ",".join(str(value) for value in varied.values())

@@ -1,19 +1,32 @@
-"""The configurations that come along, found by their bare names."""
+"""Find the configurations that are shipped with the package."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["config_folder", "resolve_configs"]
 
+_PACKAGE = Path(__file__).parent.parent
+
 
 def config_folder() -> Path:
-    """The configurations that come along: package data, or ``configs/`` of a checkout."""
-    packaged = Path(__file__).parents[1] / "configs"
-    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "configs"
+    """Folder of the shipped configurations: package data, or ``configs/`` of a checkout.
+
+    Example:
+        >>> (config_folder() / "quickstart.yaml").is_file()
+        True
+    """
+    packaged = _PACKAGE / "configs"
+    return packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
 
 
 def resolve_configs(argv: Sequence[str]) -> list[str]:
-    """Replace ``--config NAME`` by the packaged file of that name where there is no such file here.
+    """Replace ``--config NAME`` by the shipped file of that name where there is no such file here.
+
+    Args:
+        argv: arguments of a command line.
+
+    Returns:
+        The arguments with every ``--config NAME``, ``-c NAME`` and ``--config=NAME`` resolved.
 
     Example:
         >>> Path(resolve_configs(["fit", "--config", "quickstart.yaml"])[2]).parent.name

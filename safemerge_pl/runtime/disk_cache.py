@@ -18,13 +18,21 @@ from safemerge_pl.runtime.files import write_bytes
 
 __all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor"]
 
+_NAME = "safemerge_pl"
+
 
 def cache_folder() -> Path | None:
-    """Where results are kept: ``SAFEMERGE_CACHE``, or the user's cache; ``None`` if it is set empty."""
+    """Folder for kept results.
+
+    Returns:
+        ``SAFEMERGE_CACHE`` if it is set (``None`` if it is set empty), else ``safemerge_pl`` in ``XDG_CACHE_HOME`` or
+        in the place that the system has for a user's caches.
+    """
     place = os.environ.get("SAFEMERGE_CACHE")
-    if place is None:
-        return platformdirs.user_cache_path("safemerge_pl", appauthor=False)
-    return Path(place).expanduser() if place else None
+    if place is not None:
+        return Path(place).expanduser() if place else None
+    home = os.environ.get("XDG_CACHE_HOME")  # read on every system, and also where it is not absolute
+    return Path(home).expanduser() / _NAME if home else platformdirs.user_cache_path(_NAME, appauthor=False)
 
 
 def kept_file(kind: str, inputs: object, ending: str = "safetensors") -> Path | None:

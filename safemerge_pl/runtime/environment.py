@@ -1,4 +1,4 @@
-"""What results depend on beside their inputs: versions and the machine."""
+"""The machine and the versions that a result was made with."""
 
 import os
 import platform
@@ -8,13 +8,20 @@ import torch
 
 from safemerge_pl.version import __version__
 
-__all__ = ["describe_environment", "machine_key"]
+__all__ = ["environment", "machine_key"]
+
+_PACKAGES = ("safemerge_pl", "torch", "lightning", "torchmetrics", "transformers", "datasets")
 
 
-def describe_environment() -> dict[str, str]:
-    """Versions and machine, for whoever wants to repeat the run."""
+def environment() -> dict[str, str]:
+    """Versions and machine, for whoever wants to repeat a run.
+
+    Example:
+        >>> sorted(environment())[:4]
+        ['cpus', 'datasets', 'lightning', 'platform']
+    """
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("safemerge_pl", "torch", "lightning", "torchmetrics", "transformers", "datasets"):
+    for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -24,6 +31,17 @@ def describe_environment() -> dict[str, str]:
 
 
 def machine_key(device: torch.device) -> list[str]:
-    """What the bits of a result may depend on beside its inputs."""
+    """Part of a cache key: what the bits of a result may depend on besides its inputs.
+
+    Args:
+        device: where the result is worked out.
+
+    Returns:
+        The kind of processor, torch's version and this package's.
+
+    Example:
+        >>> machine_key(torch.device("cpu"))[1] == torch.__version__
+        True
+    """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return [kind, torch.__version__, __version__]

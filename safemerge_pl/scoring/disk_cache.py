@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from safemerge_pl.backbones.base import Backbone
+from safemerge_pl.backbones.base import Backbone, cache_key
 from safemerge_pl.checkpoints.open import fingerprint
 from safemerge_pl.runtime.disk_cache import cache_folder, kept_file
 from safemerge_pl.runtime.files import write_json
@@ -35,7 +35,7 @@ def place_of_score(backbone: Backbone, examples: Any) -> Path | None:
         return None
     stats = [(file["filename"], os.stat(file["filename"])) for file in files]
     content = [
-        *(__version__, torch.__version__, backbone.spec(), text),
+        *(__version__, torch.__version__, cache_key(backbone), text),
         fingerprint(backbone.state_dict()),
         next(backbone.parameters()).device.type,
         *(examples.classes, examples.templates, len(examples)),

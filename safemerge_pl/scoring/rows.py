@@ -1,6 +1,6 @@
 """Rows of a table: what one model scores on every set, and the two rows that every merge is read against."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -8,9 +8,11 @@ from torch import nn
 
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.module import StreamDataModule
-from safemerge_pl.scoring.scorer import Scorer, expert_weights, swapped_weights
+from safemerge_pl.functional import summarise
+from safemerge_pl.scoring.scorer import Scorer
+from safemerge_pl.scoring.weights import expert_weights, swapped_weights
 
-__all__ = ["Row", "individual_row", "require_published", "score_row", "summarise"]
+__all__ = ["Row", "individual_row", "require_published", "score_row"]
 
 Row = dict[str, Any]
 """``ACC``, ``Gen`` and ``H`` where defined, and ``accuracies`` by set; plain values."""
@@ -49,24 +51,6 @@ def individual_row(
             controls[name].append(scores[name])
         told(task, {"acc": own[task], **summarise([], [scores[name] for name in data.controls])})
     return _row({**own, **{name: sum(values) / len(values) for name, values in controls.items()}}, data)
-
-
-def summarise(tasks: Sequence[float], controls: Sequence[float]) -> dict[str, float]:
-    """ACC, Gen. and H of one model that was scored on everything.
-
-    Example:
-        >>> summarise([0.5, 1.0], [0.25, 0.5])
-        {'ACC': 0.75, 'Gen': 0.375, 'H': 0.5}
-    """
-    scores = {}
-    if tasks:
-        scores["ACC"] = sum(tasks) / len(tasks)
-    if controls:
-        scores["Gen"] = sum(controls) / len(controls)
-    if tasks and controls:
-        acc, gen = scores["ACC"], scores["Gen"]
-        scores["H"] = 2 * acc * gen / (acc + gen) if min(acc, gen) > 0 else 0.0
-    return scores
 
 
 def require_published(data: StreamDataModule, kind: str, found: Mapping[str, float], within: float | None) -> None:

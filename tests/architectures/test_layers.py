@@ -1,8 +1,7 @@
-"""Which matrices are merged, on real tiny models of every family; views into them; stacks."""
+"""Which matrices are merged, on real tiny models of every family; views into them."""
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import tiny
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from safemerge_pl.architectures.layers import MergeLayer, plan_stacks, select_layers
+from safemerge_pl.architectures.layers import MergeLayer, select_layers
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -228,30 +227,3 @@ def test_a_pattern_whose_matches_cannot_be_merged_is_named_too(pattern: str) -> 
 def test_an_unknown_model_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"none of the 2 parameters.*`layers`"):
         select_layers({"backbone.stem.weight": (4, 4), "head.bias": (4,)})
-
-
-def make_layers(shapes: list[tuple[int, int]], prefix: str = "a") -> list[MergeLayer]:
-    return [MergeLayer(f"{prefix}.{i}", f"{prefix}.{i}.weight", shape) for i, shape in enumerate(shapes)]
-
-
-def test_a_plan_holds_every_layer_once_in_stacks_of_one_shape_and_bounded_size() -> None:
-    layers = make_layers([(4, 4), (8, 4), (4, 4), (4, 8), (4, 4), (8, 4)])
-    plan = plan_stacks(layers, max_entries=32)
-    assert sorted(layer.name for stack in plan for layer in stack) == [layer.name for layer in layers]
-    assert [[layer.name for layer in stack] for stack in plan] == [["a.0", "a.2"], ["a.4"], ["a.1"], ["a.5"], ["a.3"]]
-
-
-def test_a_layer_above_the_bound_is_a_stack_of_its_own() -> None:
-    assert [len(stack) for stack in plan_stacks(make_layers([(8, 8), (8, 8)]), max_entries=1)] == [1, 1]
-
-
-def test_the_plan_depends_on_shapes_only() -> None:
-    layers = make_layers([(4, 4), (8, 4), (4, 4), (4, 4)])
-    others = [
-        replace(layer, name=f"z.{i}", parameter="p", rows=(0, layer.shape[0]), transposed=True)
-        for i, layer in enumerate(layers)
-    ]
-    plan, other_plan = plan_stacks(layers, max_entries=32), plan_stacks(others, max_entries=32)
-    assert [[layers.index(layer) for layer in stack] for stack in plan] == [
-        [others.index(layer) for layer in stack] for stack in other_plan
-    ]

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import tiny
+from command_line import safemerge
 from tiny import tower, tuned
 
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.commands.fold import fold_once
 from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import OPCM
 from safemerge_pl.output.files import MASTER_FILE
+from safemerge_pl.zoo import FILES
 
 
 def test_several_models_are_folded_in_order_or_not_at_all(tmp_path: Path) -> None:
@@ -95,3 +98,55 @@ def test_a_fold_in_low_memory_writes_the_same_folder(tmp_path: Path) -> None:
         assert len(ContinualMerger.load(out, pretrained).tasks) == 2
     assert hashes[0] == hashes[1]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_it_waits_for_neither_lightning_nor_transformers() -> None:
+    code = (
+        "import sys, safemerge_pl.commands.fold;"
+        "sys.exit(', '.join({'lightning', 'torchmetrics', 'transformers', 'datasets'} & set(sys.modules)) or 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, f"imported: {run.stderr}"
+
+
+def test_fold_today_and_tomorrow(tmp_path: Path) -> None:
+    """One model a day on the command line ends with the bits of one run in Python."""
+    base = ["fold", "--pretrained", str(FILES / "model"), "--output", "out"]
+    first = safemerge(
+        *base, "--incoming", str(FILES / "experts/mnist"), "--method", "OPCM", "--method.alpha", "0.4", cwd=tmp_path
+    )
+    assert first.returncode == 0, first.stderr
+    assert "folded 'mnist' as task 1" in first.stdout
+    again = safemerge(*base, "--incoming", str(FILES / "experts/flags"), cwd=tmp_path)
+    assert again.returncode == 1
+    assert "continue it with --merged out" in again.stderr
+    flags = ["--incoming", str(FILES / "experts/flags"), "--merged", "out", "--task", "Flags", "--dtype", "float32"]
+    second = safemerge(*base, *flags, cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    merger = ContinualMerger(FILES / "model", OPCM(alpha=0.4))
+    for task in ("mnist", "flags"):
+        merger.fold(FILES / "experts" / task, task)
+    state = json.loads((tmp_path / "out" / "merge_state.json").read_text())
+    assert state["merged"] == merger.fingerprint()
+    assert state["tasks"] == ["mnist", "Flags"]
+    assert state["method"]["init_args"] == {"alpha": 0.4, "zero_diagonal": False}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--incoming", "gone"], "gone does not exist."),
+        (["--incoming", "EXPERT", "--merged", "gone"], "gone holds no merge_state.json"),
+        (["--incoming", "EXPERT", "--method.keep_ratio", "2"], "`keep_ratio` must be in [0, 1]"),
+        (["--incoming", "EXPERT", "--layers", "[text_model.*]"], "matches none of the"),
+        (["--incoming", "MODEL/tokenizer.json"], "tokenizer.json is not a checkpoint"),
+    ],
+)
+def test_fold_refuses_in_one_sentence(args: list[str], message: str, tmp_path: Path) -> None:
+    places = {"EXPERT": str(FILES / "experts/mnist"), "MODEL/tokenizer.json": str(FILES / "model/tokenizer.json")}
+    given = [places.get(argument, argument) for argument in args]
+    run = safemerge("fold", "--pretrained", str(FILES / "model"), "--output", "out", *given, cwd=tmp_path)
+    assert run.returncode in (1, 2), run.stdout
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+    assert list(tmp_path.iterdir()) == []

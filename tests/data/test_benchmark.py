@@ -125,7 +125,7 @@ def test_scores_equal_counting_by_hand(model: tuple[Path, Path], make_trainer: C
     module, trainer = module_of(model), make_trainer()
     trainer.validate(module, data_of(model, tasks=["pcam", "eurosat"]), verbose=False)
     for name in ("pcam", "eurosat", "fer2013"):
-        rows = data_of(model, tasks=["pcam", "eurosat"]).image_set(name).rows[:]
+        rows = data_of(model, tasks=["pcam", "eurosat"]).labelled_set(name).rows[:]
         with torch.inference_mode():
             logits = module(module.backbone.preprocess(rows["image"]), name)
         right = sum(int(a == int(b)) for a, b in zip(logits.argmax(1).tolist(), rows["label"], strict=True))
@@ -143,9 +143,9 @@ def test_workers_decode_the_same(model: tuple[Path, Path], make_trainer: Callabl
 
 def test_limit_and_prompts(model: tuple[Path, Path]) -> None:
     data = data_of(model, limit=4, prompts={"mnist": ["the digit {}"], "fer2013": "openai"})
-    assert len(data.image_set("mnist")) == 4
-    assert data.image_set("mnist").templates == ("the digit {}",)
-    assert len(data.image_set("fer2013").templates) == 80
+    assert len(data.labelled_set("mnist")) == 4
+    assert data.labelled_set("mnist").templates == ("the digit {}",)
+    assert len(data.labelled_set("fer2013").templates) == 80
     assert data.settings() != data_of(model).settings()
     with pytest.raises(ValueError, match="`limit` must be at least 1"):
         data_of(model, limit=0)

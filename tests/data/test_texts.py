@@ -20,11 +20,12 @@ from safemerge_pl.backbones.t5 import T5Backbone
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.data.glue import GLUEData
 from safemerge_pl.data.texts import ExactMatchScore, SpearmanScore, TextSet
+from safemerge_pl.functional import summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.scoring import Scorer, expert_weights, swapped_weights
-from safemerge_pl.scoring.rows import require_published, summarise
+from safemerge_pl.scoring.rows import require_published
 
 
 @pytest.fixture(scope="module")
@@ -549,8 +550,8 @@ def test_scorer_outside_a_trainer_equals_validation(base: Path, tmp_path: Path, 
     trainer.validate(module, glue(tmp_path, ["cola", "stsb"], ["rte"], batch_size=4), verbose=False)
     assert {name: module.last_scores[name] for name in scores} == scores
     assert all(value == value for value in module.last_scores.values())
-    inputs, answers, _ = outside.data.image_set("cola").batches(backbone).__getitems__([0, 1])  # type: ignore[attr-defined]
-    assert module(inputs, "cola") == backbone.generate(outside.data.image_set("cola").prompts([0, 1])[0])  # type: ignore[attr-defined]
+    inputs, answers, _ = outside.data.labelled_set("cola").batches(backbone).__getitems__([0, 1])  # type: ignore[attr-defined]
+    assert module(inputs, "cola") == backbone.generate(outside.data.labelled_set("cola").prompts([0, 1])[0])  # type: ignore[attr-defined]
     assert isinstance(outside.add("cola"), ExactMatchScore)
     assert not isinstance(CLIPBackbone(), T5Backbone)
     assert len(answers) == 2

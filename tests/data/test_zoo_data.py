@@ -12,7 +12,8 @@ from torch.nn.functional import normalize
 from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.backbones.heads import zero_shot_head
 from safemerge_pl.checkpoints import CheckpointError, match_names, open_checkpoint
-from safemerge_pl.data.module import ExactShard, ZooData
+from safemerge_pl.data import ZooData
+from safemerge_pl.data.module import ExactShard
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.zoo import Zoo
 
@@ -34,7 +35,7 @@ COUNTS = {
 
 @torch.inference_mode()
 def right_answers(backbone: CLIPBackbone, name: str) -> tuple[int, int]:
-    images = ZooData().image_set(name)
+    images = ZooData().labelled_set(name)
     head = zero_shot_head(backbone, images.classes, images.templates)
     right = 0
     for start in range(0, len(images), 32):
@@ -137,7 +138,7 @@ def test_accuracy_of_each_set_counts_only_its_own_images(
     for _ in range(2):
         trainer.validate(module, small_data(), verbose=False)
         for name in ("font_category", "weather", "mnist", "clipart_category"):
-            rows = small_data().image_set(name).rows[:]
+            rows = small_data().labelled_set(name).rows[:]
             with torch.inference_mode():
                 logits = module(module.backbone.preprocess(rows["image"]), name)
             right = (logits.argmax(1) == torch.tensor(rows["label"])).double().mean()

@@ -1,13 +1,43 @@
-"""Matrices into a stack, and results out of it."""
+"""The plan of stacks; matrices into a stack, and results out of it."""
+
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
 
+from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.folding import stacks
 from safemerge_pl.folding.report import LayerReport
-from safemerge_pl.folding.stacks import concatenate, copy_if_shared, fold_rows, stack_matrices
+from safemerge_pl.folding.stacks import concatenate, copy_if_shared, fold_rows, plan_stacks, stack_matrices
 from safemerge_pl.methods import Stack, StackResult, TaskArithmetic
+
+
+def make_layers(shapes: list[tuple[int, int]], prefix: str = "a") -> list[MergeLayer]:
+    return [MergeLayer(f"{prefix}.{i}", f"{prefix}.{i}.weight", shape) for i, shape in enumerate(shapes)]
+
+
+def test_a_plan_holds_every_layer_once_in_stacks_of_one_shape_and_bounded_size() -> None:
+    layers = make_layers([(4, 4), (8, 4), (4, 4), (4, 8), (4, 4), (8, 4)])
+    plan = plan_stacks(layers, max_entries=32)
+    assert sorted(layer.name for stack in plan for layer in stack) == [layer.name for layer in layers]
+    assert [[layer.name for layer in stack] for stack in plan] == [["a.0", "a.2"], ["a.4"], ["a.1"], ["a.5"], ["a.3"]]
+
+
+def test_a_layer_above_the_bound_is_a_stack_of_its_own() -> None:
+    assert [len(stack) for stack in plan_stacks(make_layers([(8, 8), (8, 8)]), max_entries=1)] == [1, 1]
+
+
+def test_the_plan_depends_on_shapes_only() -> None:
+    layers = make_layers([(4, 4), (8, 4), (4, 4), (4, 4)])
+    others = [
+        replace(layer, name=f"z.{i}", parameter="p", rows=(0, layer.shape[0]), transposed=True)
+        for i, layer in enumerate(layers)
+    ]
+    plan, other_plan = plan_stacks(layers, max_entries=32), plan_stacks(others, max_entries=32)
+    assert [[layers.index(layer) for layer in stack] for stack in plan] == [
+        [others.index(layer) for layer in stack] for stack in other_plan
+    ]
 
 
 def stack_of(count: int, seed: int = 0) -> Stack:

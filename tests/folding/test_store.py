@@ -7,7 +7,8 @@ import tiny
 import torch
 
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.folding.store import DiskTensors, LazyTensors
+from safemerge_pl.checkpoints.tensors import LazyTensors
+from safemerge_pl.folding.store import DiskTensors
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, MergeMethod, TiesMerging
 
