@@ -59,6 +59,7 @@ class FromFiles:
                     layers=self.part.layers,
                     device=self.part.choose_device(pl_module),
                     on_mismatch=self.part.on_mismatch,
+                    max_response=self.part.max_response,
                 )
             except ValueError as error:
                 raise MisconfigurationException(f"the pretrained model cannot be merged into: {error}") from error
@@ -69,7 +70,7 @@ class FromFiles:
         merger = require_started(self.merger)
         if restored is not None:
             try:
-                merger.load_state_dict(restored, self.part.target(pl_module))
+                merger.load_state_dict(restored, restored.get("accumulated") or self.part.target(pl_module))
             except CheckpointError as error:
                 raise MisconfigurationException(f"this checkpoint cannot be resumed: {error}") from error
         stream = list(self.sources)
@@ -103,8 +104,16 @@ class FromFiles:
             raise MisconfigurationException(f"only {merged} of {due} tasks were merged; was the run limited?")
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, reports, settings and hashes; the merged weights are in the module's own state."""
-        return {} if self.merger is None else self.merger.state_dict()
+        """Position, reports, settings and hashes.
+
+        The merged weights are in the module's own state, as deployed; where that is a part of the accumulated vector,
+        the whole is added here.
+        """
+        if self.merger is None:
+            return {}
+        state = self.merger.state_dict()
+        whole = self.merger.scale == 1.0
+        return state if whole else {**state, "accumulated": dict(self.merger.accumulated_parameters())}
 
     def _stream(self, trainer: L.Trainer) -> Sequence[str]:
         stream = getattr(getattr(trainer, "datamodule", None), "stream", None)

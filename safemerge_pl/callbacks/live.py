@@ -107,6 +107,7 @@ class Live:
                 pretrained=self.options.get("pretrained"),
                 restart_from=self.options.get("restart_from", "pretrained"),
                 rest=self.options.get("rest", "pretrained"),
+                max_response=self.part.max_response,
             )
             say_what_is_merged(self.merger, self.part.module_attr, type(pl_module).__name__)
         except ValueError as error:

@@ -20,6 +20,7 @@ from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import Experts
 from safemerge_pl.folding.processes import Processes
+from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
@@ -56,6 +57,8 @@ class MergeCallback(L.Callback):
             names, or the whole module.
         device: where the arithmetic runs, ``"auto"`` for the module's device.
         on_mismatch: ``"pretrained"`` also takes models of another image size or vocabulary, with the pretrained rows.
+        max_response: bounds how strongly the pretrained matrices read what is merged, and so protects what the
+            pretrained model knows; 0.035 is a good value. ``"auto"`` takes the method's own, ``None`` bounds nothing.
         **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Raises:
@@ -72,10 +75,12 @@ class MergeCallback(L.Callback):
         module_attr: str | None = None,
         device: str = "auto",
         on_mismatch: Mismatch = "error",
+        max_response: MaxResponse = "auto",
         **live: Unpack[LiveOptions],
     ) -> None:
         super().__init__()
-        self.part = MergePart(SafeMerge() if method is None else method, layers, module_attr, device, on_mismatch)
+        method = SafeMerge() if method is None else method
+        self.part = MergePart(method, layers, module_attr, device, on_mismatch, max_response)
         self._restored: dict[str, Any] | None = None
         if live and experts != "zoo":
             raise ValueError("give `experts` (checkpoints) or `epochs_per_task`/`boundary` (training), not both.")

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from safemerge_pl.checkpoints.differences import Mismatch
+from safemerge_pl.folding.bound import MaxResponse, choose_bound
 from safemerge_pl.methods import MergeMethod
 
 __all__ = ["MergePart", "require_started"]
@@ -29,6 +30,7 @@ class MergePart:
             names, or the whole module.
         device: where the arithmetic runs, ``"auto"`` for the module's device.
         on_mismatch: what to do with a model of another image size or vocabulary.
+        max_response: bound on the response of what is merged, ``"auto"`` for the method's own, ``None`` for none.
 
     Example:
         >>> from safemerge_pl.methods import SafeMerge
@@ -43,6 +45,10 @@ class MergePart:
     module_attr: str | None = None
     device: str = "auto"
     on_mismatch: Mismatch = "error"
+    max_response: MaxResponse = "auto"
+
+    def __post_init__(self) -> None:
+        choose_bound(self.method, self.max_response)  # a bad one is refused now, not at the start of `fit`
 
     def target(self, module: L.LightningModule) -> nn.Module:
         """The sub-module that is merged.

@@ -5,6 +5,7 @@ from typing_extensions import Unpack
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.checkpoints.differences import Mismatch
+from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.maths.masking import Keep
 from safemerge_pl.methods import SafeMerge
 
@@ -33,6 +34,7 @@ class SAFEMergeCallback(MergeCallback):
         module_attr: see :class:`MergeCallback`.
         device: see :class:`MergeCallback`.
         on_mismatch: see :class:`MergeCallback`.
+        max_response: see :class:`MergeCallback`; SAFE-Merge itself has no bound, as in the paper.
         **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Example:
@@ -62,6 +64,7 @@ class SAFEMergeCallback(MergeCallback):
         module_attr: str | None = None,
         device: str = "auto",
         on_mismatch: Mismatch = "error",
+        max_response: MaxResponse = "auto",
         **live: Unpack[LiveOptions],
     ) -> None:
         method = SafeMerge(
@@ -79,4 +82,4 @@ class SAFEMergeCallback(MergeCallback):
             use_recovery=use_recovery,
             seed=seed,
         )
-        super().__init__(method, experts, layers, module_attr, device, on_mismatch, **live)
+        super().__init__(method, experts, layers, module_attr, device, on_mismatch, max_response, **live)

@@ -13,6 +13,8 @@ FOLD_SCALARS: dict[str, Callable[[FoldReport], float | None]] = {
     "merge/seconds": lambda report: report.seconds,
     "merge/task_norm": lambda report: sum(row.task_norm**2 for row in report.layers) ** 0.5,
     "merge/update_norm": lambda report: sum(row.update_norm**2 for row in report.layers) ** 0.5,
+    "merge/response": lambda report: report.response,
+    "merge/scale": lambda report: None if report.response is None else report.scale,
     "merge/loss_first": lambda report: report.losses[0] if report.losses else None,
     "merge/loss_last": lambda report: report.losses[-1] if report.losses else None,
 }

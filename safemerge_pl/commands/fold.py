@@ -15,6 +15,7 @@ from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.fit import Fitted
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
+from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.output.files import STATE_FILE
@@ -42,6 +43,7 @@ def fold_once(
     dtype: OutputDtype = "same",
     device: str = "cpu",
     on_mismatch: Mismatch = "error",
+    max_response: MaxResponse = "auto",
     max_shard_size: int | str = "5GB",
     copy_code: bool = False,
     low_memory: bool | None = None,
@@ -61,6 +63,8 @@ def fold_once(
         dtype: dtype of the written weights; float32 masters are kept beside in any case.
         device: where the arithmetic runs.
         on_mismatch: "pretrained" also takes models of another image size or vocabulary, with the pretrained rows.
+        max_response: bounds how strongly the pretrained model reads what is merged, and so protects what it knows; 0.035
+            is a good value. "auto" takes the method's own or that of the earlier merge, null bounds nothing.
         max_shard_size: weights above this size are written in shards, with an index.
         copy_code: also copy the model's own Python files. They are never run here.
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
@@ -77,6 +81,7 @@ def fold_once(
     tasks = _tasks(task, sources)
     parse_size(max_shard_size)
     options: dict[str, Any] = {"layers": layers, "device": device, "on_mismatch": on_mismatch}
+    options["max_response"] = max_response
     check_output(Path(output), _inputs(pretrained, sources, merged, output))
     place = Path(output).resolve()
     with output_lock(place), _open_base(pretrained, place, low_memory) as (base, workspace):
