@@ -30,6 +30,7 @@ from safemerge_pl.functional import SCORES, summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.reports.stream import write_json
+from safemerge_pl.reports.study import StudyFigure, StudyResults, write_study
 from safemerge_pl.runtime.memory import PeakMemory
 from safemerge_pl.scoring.rows import individual_row, require_published, score_row
 from safemerge_pl.scoring.scorer import Scorer
@@ -67,25 +68,6 @@ class StudyRow:
                 yield varied, dataclasses.replace(self.method, **changes)  # type: ignore[type-var]
             except (TypeError, ValueError) as error:
                 raise MisconfigurationException(f"row '{self.label}': {error}") from error
-
-
-@dataclass
-class StudyFigure:
-    """A figure of a study.
-
-    Args:
-        file: name of the PNG.
-        x: a varied setting, or a score for a trade-off curve.
-        y: scores or sets, a panel each.
-        rows: labels of the rows to draw; all that vary if left out.
-        title: above the figure.
-    """
-
-    file: str
-    x: str
-    y: list[str]
-    rows: list[str] | None = None
-    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,8 +152,6 @@ class Study:
 
     def run(self) -> None:
         """Measure what is not known yet, then write ``table.md``, ``table.tex``, ``study.json`` and the figures."""
-        from safemerge_pl.reports.study import write_study
-
         cells = self.cells()
         for figure in self.figures:
             _check_figure(figure, self)
@@ -201,7 +181,21 @@ class Study:
             | json.loads(path.read_text())
             for cell, path in zip(cells, paths, strict=True)
         ]
-        write_study(self)
+        write_study(self.collect(), self.folder)
+
+    def collect(self) -> StudyResults:
+        """What was measured, as plain values for tables and figures."""
+        return StudyResults(
+            title=self.title,
+            streams=list(self.streams),
+            orders=self.orders,
+            cells=self.results,
+            references=self.references,
+            varied=[row.label for row in self.rows if row.vary],
+            sets=self.sets,
+            overhead=self.overhead,
+            figures=self.figures,
+        )
 
     def _measured(
         self, cells: list[Cell], paths: list[Path], scorers: dict[str, Scorer], missing: list[int], blank: bytes
