@@ -28,14 +28,18 @@ from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.functional import SCORES, summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
+from safemerge_pl.reports.study import StudyFigure, StudyResults, write_study
 from safemerge_pl.runtime.files import write_json
 from safemerge_pl.runtime.memory import PeakMemory
-from safemerge_pl.scoring.rows import individual_row, require_published, score_row
+from safemerge_pl.scoring.rows import measure_references, require_published
 from safemerge_pl.scoring.scorer import Scorer
 from safemerge_pl.scoring.weights import swapped_weights
 from safemerge_pl.version import __version__
 
 __all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
+
+_REFERENCES = {"pretrained": "Pre-trained", "individual": "Individual"}
+"""Rows of the models that are not merged, and what tables and files call them."""
 
 
 @dataclass
@@ -67,25 +71,6 @@ class StudyRow:
                 yield varied, dataclasses.replace(self.method, **changes)  # type: ignore[type-var]
             except (TypeError, ValueError) as error:
                 raise MisconfigurationException(f"row '{self.label}': {error}") from error
-
-
-@dataclass
-class StudyFigure:
-    """A figure of a study.
-
-    Args:
-        file: name of the PNG.
-        x: a varied setting, or a score for a trade-off curve.
-        y: scores or sets, a panel each.
-        rows: labels of the rows to draw; all that vary if left out.
-        title: above the figure.
-    """
-
-    file: str
-    x: str
-    y: list[str]
-    rows: list[str] | None = None
-    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,8 +155,6 @@ class Study:
 
     def run(self) -> None:
         """Measure what is not known yet, then write ``table.md``, ``table.tex``, ``study.json`` and the figures."""
-        from safemerge_pl.reports.study import write_study
-
         cells = self.cells()
         for figure in self.figures:
             _check_figure(figure, self)
@@ -201,7 +184,21 @@ class Study:
             | json.loads(path.read_text())
             for cell, path in zip(cells, paths, strict=True)
         ]
-        write_study(self)
+        write_study(self.collect(), self.folder)
+
+    def collect(self) -> StudyResults:
+        """What was measured, as plain values for tables and figures."""
+        return StudyResults(
+            title=self.title,
+            streams=list(self.streams),
+            orders=self.orders,
+            cells=self.results,
+            references=self.references,
+            varied=[row.label for row in self.rows if row.vary],
+            sets=self.sets,
+            overhead=self.overhead,
+            figures=self.figures,
+        )
 
     def _measured(
         self, cells: list[Cell], paths: list[Path], scorers: dict[str, Scorer], missing: list[int], blank: bytes
@@ -267,25 +264,27 @@ class Study:
         }
 
     def _reference_rows(self, stream: str, scorer: Scorer) -> dict[str, dict[str, Any]]:
-        """Scores of the pretrained model and of the experts on their own (METHODS 12)."""
-        rows: dict[str, dict[str, Any]] = {}
-        tower = self._tower()
+        """Scores of the pretrained model and of the experts on their own, measured once and kept."""
         known = self.folder / "cells" / f"references-{self._hash(stream, {})}.json"
-        if known.exists():
-            rows = json.loads(known.read_text())
+        kept = json.loads(known.read_text()) if known.exists() else {}
+        rows = {key: kept[name] for key, name in _REFERENCES.items() if name in kept}
+        wanted = [key for key, want in zip(_REFERENCES, (self.pretrained, self.individual), strict=True) if want]
 
-        def told(task: str, row: dict[str, Any]) -> None:
-            print(f"expert {task}: {100 * row['acc']:.1f}", flush=True)
-            require_published(scorer.data, "individual", {task: row["acc"]}, self.assert_scores)
+        def on_row(what: str, row: dict[str, Any]) -> None:
+            if "acc" in row:
+                print(f"{what}: {100 * row['acc']:.1f}", flush=True)
 
-        if self.pretrained and "Pre-trained" not in rows:
-            rows["Pre-trained"] = score_row(scorer)
-            require_published(scorer.data, "pretrained", rows["Pre-trained"]["accuracies"], self.assert_scores)
-        if self.individual and "Individual" not in rows:
-            rows["Individual"] = individual_row(scorer, tower, self.sources[stream], told)
-        write_json(known, rows)
-        wanted = {"Pre-trained": self.pretrained, "Individual": self.individual}
-        return {name: row for name, row in rows.items() if wanted[name]}
+        measure_references(
+            scorer,
+            self._tower(),
+            self.sources[stream],
+            rows,
+            wanted=wanted,
+            within=self.assert_scores,
+            on_row=on_row,
+        )
+        write_json(known, {_REFERENCES[key]: row for key, row in rows.items()})
+        return {_REFERENCES[key]: rows[key] for key in wanted}
 
     def _load(self) -> None:
         self.backbone.load()

@@ -1,4 +1,4 @@
-"""The two rows every merge is read against: the pretrained model and the experts on their own."""
+"""The two rows that every merge is compared with: the pretrained model and the experts on their own."""
 
 from typing import Any
 
@@ -7,8 +7,7 @@ import lightning as L
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.scoring.rows import Row, individual_row, require_published, score_row
-from safemerge_pl.scoring.weights import swapped_weights
+from safemerge_pl.scoring.rows import measure_references
 
 __all__ = ["ReferenceRows"]
 
@@ -40,21 +39,16 @@ class ReferenceRows(L.Callback):
         scorer = pl_module.scorer if isinstance(pl_module, ContinualMergeModule) else None
         if scorer is None:
             return
-        require_published(scorer.data, "pretrained", {}, self.assert_scores)  # before anything takes long
-        target = merge.target(pl_module)
-
-        def told(task: str, row: Row) -> None:
-            _say(trainer, f"expert {task}", row)
-            require_published(scorer.data, "individual", {task: row["acc"]}, self.assert_scores)
-
-        if "pretrained" not in self.rows:
-            with swapped_weights(target, dict(merge.merger.pretrained)):
-                self.rows["pretrained"] = score_row(scorer)
-            _say(trainer, "pretrained", self.rows["pretrained"])
-            require_published(scorer.data, "pretrained", self.rows["pretrained"]["accuracies"], self.assert_scores)
-        if self.individual and "individual" not in self.rows:
-            self.rows["individual"] = individual_row(scorer, target, merge.sources, told, merge.merger.pretrained)
-            _say(trainer, "individual", self.rows["individual"])
+        measure_references(
+            scorer,
+            merge.target(pl_module),
+            merge.sources,
+            self.rows,
+            wanted=("pretrained", "individual") if self.individual else ("pretrained",),
+            pretrained=merge.merger.pretrained,
+            within=self.assert_scores,
+            on_row=lambda what, row: _say(trainer, what, row),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, as plain values."""
