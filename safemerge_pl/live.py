@@ -133,6 +133,16 @@ class LiveMerger:
         return self.merger.method
 
     @property
+    def max_response(self) -> float | None:
+        """Bound on the response of what is merged, ``None`` where there is none."""
+        return self.merger.max_response
+
+    @property
+    def scale(self) -> float:
+        """Share of the accumulated vector that is deployed."""
+        return self.merger.scale
+
+    @property
     def tasks(self) -> list[str]:
         """Names folded so far, in order."""
         return self.merger.tasks

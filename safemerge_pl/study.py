@@ -25,6 +25,7 @@ from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import find_experts
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.data.stream import TaskStream
+from safemerge_pl.folding.bound import MaxResponse, choose_bound
 from safemerge_pl.functional import SCORES, summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
@@ -49,17 +50,19 @@ class StudyRow:
     Args:
         label: name in tables and figures.
         method: the method with its fixed settings.
-        vary: values of settings; every combination is measured.
+        vary: values of settings; every combination is measured. ``max_response`` may be among them, as in ``at``.
         at: settings that differ by stream: name of the stream -> setting -> value.
+        max_response: bound on the response of what is merged, see :class:`~safemerge_pl.merger.ContinualMerger`.
     """
 
     label: str
     method: MergeMethod
     vary: dict[str, list[Any]] = field(default_factory=dict)
     at: dict[str, dict[str, Any]] = field(default_factory=dict)
+    max_response: MaxResponse = "auto"
 
-    def methods(self, stream: str) -> Iterator[tuple[dict[str, Any], MergeMethod]]:
-        """Varied settings and the method with them, fresh each time.
+    def methods(self, stream: str) -> Iterator[tuple[dict[str, Any], MergeMethod, float | None]]:
+        """Varied settings, the method with them, fresh each time, and the bound that holds for it.
 
         Raises:
             MisconfigurationException: if the method has no such setting, or refuses a value.
@@ -68,7 +71,9 @@ class StudyRow:
             varied = dict(zip(self.vary, values, strict=True))
             changes = {**self.at.get(stream, {}), **varied}
             try:
-                yield varied, dataclasses.replace(self.method, **changes)  # type: ignore[type-var]
+                bound: MaxResponse = changes.pop("max_response", self.max_response)
+                method: MergeMethod = dataclasses.replace(self.method, **changes)  # type: ignore[type-var]
+                yield varied, method, choose_bound(method, bound)
             except (TypeError, ValueError) as error:
                 raise MisconfigurationException(f"row '{self.label}': {error}") from error
 
@@ -82,6 +87,7 @@ class Cell:
     order: int | None
     varied: dict[str, Any]
     method: MergeMethod
+    max_response: float | None = None
 
 
 class Study:
@@ -146,11 +152,11 @@ class Study:
     def cells(self) -> list[Cell]:
         """Every cell, stream by stream and order by order: an interrupted study has whole orders."""
         return [
-            Cell(row.label, stream, order, varied, method)
+            Cell(row.label, stream, order, varied, method, bound)
             for stream in self.streams
             for order in self.orders
             for row in self.rows
-            for varied, method in row.methods(stream)
+            for varied, method, bound in row.methods(stream)
         ]
 
     def run(self) -> None:
@@ -234,7 +240,8 @@ class Study:
         data = self.streams[cell.stream]
         order = TaskStream(list(data.stream), cell.order)
         tower = self._tower()
-        merger = ContinualMerger(tower, cell.method, device=next(tower.parameters()).device)
+        device = next(tower.parameters()).device
+        merger = ContinualMerger(tower, cell.method, device=device, max_response=cell.max_response)
         when_merged: dict[str, float] = {}
         last: dict[str, float] = {}
         peaks: list[float] = []
@@ -254,7 +261,9 @@ class Study:
             "accuracies": last,
             "when_merged": when_merged,
             "tasks": list(order),
-            "settings": cell.method.settings(),
+            "settings": {**cell.method.settings(), **_bound(cell)},
+            "scales": [report.scale for report in merger.reports],
+            "responses": [report.response for report in merger.reports],
             "merged": merger.fingerprint(),
             "iterations": getattr(cell.method, "num_steps", None),
             "fold_seconds": sum(report.seconds for report in merger.reports) / len(order),
@@ -294,7 +303,7 @@ class Study:
         return getattr(self.backbone, self.backbone.merged_attr)
 
     def _path(self, cell: Cell) -> Path:
-        method = {"class": type(cell.method).__qualname__, **cell.method.settings()}
+        method = {"class": type(cell.method).__qualname__, **cell.method.settings(), **_bound(cell)}
         return self.folder / "cells" / f"{self._hash(cell.stream, {'order': cell.order, 'method': method})}.json"
 
     def _hash(self, stream: str, extra: dict[str, Any]) -> str:
@@ -310,6 +319,11 @@ class Study:
             **extra,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _bound(cell: Cell) -> dict[str, float]:
+    """The bound where there is one; results without keep the names of their files."""
+    return {} if cell.max_response is None else {"max_response": cell.max_response}
 
 
 _worker: dict[str, Any] = {}

@@ -19,8 +19,8 @@ from safemerge_pl.checkpoints.adapter_modules import plain_name
 from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import Experts
-from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.bound import MaxResponse
+from safemerge_pl.folding.processes import Processes
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from safemerge_pl.callbacks import MergedModelWriter, ReferenceRows, StreamProgress, StreamReport
+from safemerge_pl.callbacks import MergedModelWriter, MethodComparison, ReferenceRows, StreamProgress, StreamReport
 from safemerge_pl.commands.remarks import silence_known_warnings
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.module import ContinualMergeModule
@@ -34,6 +34,7 @@ class SafeMergeCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add a section for each callback that a stream always has."""
         parser.add_lightning_class_args(ReferenceRows, "references")
+        parser.add_lightning_class_args(MethodComparison, "compare")
         parser.add_lightning_class_args(StreamReport, "report")
         parser.add_lightning_class_args(MergedModelWriter, "output")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")

@@ -63,8 +63,8 @@ def fold_once(
         dtype: dtype of the written weights; float32 masters are kept beside in any case.
         device: where the arithmetic runs.
         on_mismatch: "pretrained" also takes models of another image size or vocabulary, with the pretrained rows.
-        max_response: bounds how strongly the pretrained model reads what is merged, and so protects what it knows; 0.035
-            is a good value. "auto" takes the method's own or that of the earlier merge, null bounds nothing.
+        max_response: bounds how strongly the pretrained model reads what is merged, and so protects what it knows;
+            0.035 is a good value. "auto" takes the method's own or that of the earlier merge, null bounds nothing.
         max_shard_size: weights above this size are written in shards, with an index.
         copy_code: also copy the model's own Python files. They are never run here.
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
@@ -188,6 +188,11 @@ def run() -> None:
             f"{merger.method.label}: folded '{report.task}' as task {report.index} in {report.seconds:.1f} s, "
             f"{report.kept_fraction:.0%} of its entries in {len(report.layers)} layers"
         )
+        if report.response is not None:
+            print(
+                f"bound: {report.scale:.1%} of the accumulated vector is deployed (response {report.response:.4f}, "
+                f"at most {merger.max_response:g})"
+            )
         for note in report.notes:
             print(f"note: {note}")
     tasks = f"{len(merger.tasks)} task{'' if len(merger.tasks) == 1 else 's'}"
