@@ -194,15 +194,11 @@ def _draw(results: StudyResults, figure: StudyFigure, found: list[Aggregate], fo
                 name = label if len(results.streams) == 1 else f"{label}, {stream} tasks"
                 _draw_line(axes, figure, score, entries, name)
         for stream, rows in results.references.items():
-            row = rows.get("Pre-trained", {})
-            value = row.get(score, row.get("accuracies", {}).get(score))
-            if value is not None and score != "ACC" and figure.x not in SCORES:
-                axes.axhline(100 * value, color="#6b7280", linestyle="--", linewidth=1)
-                axes.annotate(
-                    "pretrained", (0.02, 100 * value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom"
-                )
+            _draw_pretrained(axes, figure.x, score, rows.get("Pre-trained", {}))
             if stream == next(iter(results.streams)):
                 axes.set_ylabel(f"{score} (%)")
+        if {figure.x, score} == {"ACC", "Gen"}:
+            _draw_equal_h(axes)
         axes.set_xlabel(f"{figure.x} (%)" if figure.x in SCORES else figure.x)
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize=7)
@@ -210,24 +206,52 @@ def _draw(results: StudyResults, figure: StudyFigure, found: list[Aggregate], fo
     write_figure(folder / figure.file, canvas)
 
 
+def _draw_pretrained(axes: "Axes", x: str, score: str, row: dict[str, Any]) -> None:
+    """The pretrained model: a star in a trade-off between two scores, else a line."""
+    value = row.get(score, row.get("accuracies", {}).get(score))
+    if value is None:
+        return
+    if x in SCORES:
+        if x in row:
+            axes.plot(100 * row[x], 100 * value, marker="*", color="#6b7280", markersize=11, linestyle="none")
+            axes.annotate("pretrained", (100 * row[x], 100 * value), (5, -9), textcoords="offset points", fontsize=7)
+    elif score != "ACC":
+        axes.axhline(100 * value, color="#6b7280", linestyle="--", linewidth=1)
+        axes.annotate("pretrained", (0.02, 100 * value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+
+
+def _draw_equal_h(axes: "Axes") -> None:
+    """Lines on which H is the same, two points apart; drawn last, so that they do not widen the panel."""
+    import numpy as np
+
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    x, y = np.meshgrid(np.linspace(max(left, 0.01), right, 200), np.linspace(max(low, 0.01), high, 200))
+    h = 2 * x * y / (x + y)
+    levels = np.arange(2 * np.ceil(h.min() / 2), h.max(), 2)
+    if len(levels):
+        lines = axes.contour(x, y, h, levels=levels, colors="#9ca3af", linewidths=0.6, linestyles=":")
+        axes.clabel(lines, fmt=lambda value: f"H {value:.0f}", fontsize=6)
+
+
 def _draw_line(axes: "Axes", figure: StudyFigure, score: str, entries: list[Aggregate], name: str) -> None:
     """One row of the study: a curve over a setting with its spread, or a trade-off between two scores."""
     points = []
     for entry in entries:
-        x = entry["mean"].get(figure.x) if figure.x in SCORES else entry["varied"].get(figure.x)
-        if x is not None and score in entry["mean"]:
-            points.append((x, 100 * entry["mean"][score], 100 * entry["std"].get(score, 0.0), entry["varied"]))
+        mean, std = entry["mean"], entry["std"]
+        x = 100 * mean[figure.x] if figure.x in SCORES and figure.x in mean else entry["varied"].get(figure.x)
+        if x is not None and score in mean:
+            spread = 100 * std.get(figure.x, 0.0) if figure.x in SCORES else 0.0
+            points.append((x, 100 * mean[score], spread, 100 * std.get(score, 0.0), entry["varied"]))
     if not points:
         return
-    if figure.x in SCORES:
-        (line,) = axes.plot([100 * p[0] for p in points], [p[1] for p in points], marker="o", label=name)
-        for x, y, _, varied in points:
-            text = ",".join(str(value) for value in varied.values())
-            axes.annotate(text, (100 * x, y), textcoords="offset points", xytext=(3, 3), fontsize=7)
-        line.set_markersize(4)
-    else:
+    if figure.x not in SCORES:
         points.sort(key=lambda point: point[0])
-        axes.errorbar([p[0] for p in points], [p[1] for p in points], [p[2] for p in points], marker="o", label=name)
+    xs, ys, x_spread, y_spread, settings = zip(*points, strict=True)
+    options: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 2, "elinewidth": 0.8, "label": name}
+    axes.errorbar(xs, ys, y_spread if any(y_spread) else None, x_spread if any(x_spread) else None, **options)
+    for x, y, varied in zip(xs, ys, settings, strict=True) if figure.x in SCORES else ():
+        text = ",".join(str(value) for value in varied.values())
+        axes.annotate(text, (x, y), textcoords="offset points", xytext=(3, 3), fontsize=7)
 
 
 def _cell(mean: float | None, std: float | None, plus_minus: str) -> str:

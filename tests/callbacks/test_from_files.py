@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file, save_file
 from small import TASKS, tower
-from streams import checkpoint_after_two
+from streams import assert_same_weights, checkpoint_after_two
 
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.zoo import FILES
@@ -109,3 +109,29 @@ def test_trainers_that_cannot_merge(
 ) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         make_trainer(merge_callback(), **trainer_args).fit(ContinualMergeModule(), small_data())
+
+
+def test_a_bounded_stream_is_resumed_to_the_bit(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make, tmp_path: Path
+) -> None:
+    """The module holds what is deployed; the whole accumulated vector is in the callback's state."""
+    whole = merge_callback(max_response=0.02)
+    make_trainer(whole).fit(module, small_data())
+    assert whole.merger is not None
+    assert whole.merger.scale < 1
+    assert_same_weights(module, whole.merger)
+    first = ContinualMergeModule()
+    trainer = make_trainer(merge_callback(max_response=0.02), max_epochs=2)
+    path = checkpoint_after_two(first, small_data(), trainer, tmp_path / "two.ckpt")
+    again, resumed = ContinualMergeModule(), merge_callback(max_response=0.02)
+    make_trainer(resumed).fit(again, small_data(), ckpt_path=path)
+    assert resumed.merger is not None
+    assert resumed.merger.fingerprint() == whole.merger.fingerprint()
+    assert_same_weights(again, whole.merger)
+    with pytest.raises(MisconfigurationException, match=r"made with `max_response` 0\.02, not 0\.03; use the same"):
+        make_trainer(merge_callback(max_response=0.03)).fit(ContinualMergeModule(), small_data(), ckpt_path=path)
+
+
+def test_a_bound_that_is_none_is_refused_at_once(merge_callback: Make) -> None:
+    with pytest.raises(ValueError, match="`max_response` must be a finite number above 0"):
+        merge_callback(max_response=0.0)
