@@ -89,8 +89,9 @@ class AccuracyMatrix(Metric):
             -0.25
         """
         self.update(step, accuracies)
-        self._forward_cache = self.at(step)
-        return self._forward_cache
+        scores = self.at(step)
+        self._forward_cache: Any = scores  # where Lightning looks for the value of a step
+        return scores
 
     def compute(self) -> dict[str, Tensor]:
         """ACC, BWT, Gen. and H after the last merge that was entered; NaN where a value is undefined."""

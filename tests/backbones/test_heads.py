@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("datasets_apart")
 
 
 def test_head_is_normalised_twice_and_ignores_feature_scale() -> None:
-    """K8: mean of unit vectors, then unit again; hand-made text features."""
+    """Mean of unit vectors, then unit again; hand-made text features."""
 
     class Toy(CLIPBackbone):
         scale = 1.0

@@ -23,7 +23,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_answers_are_greedy_and_do_not_depend_on_padding_or_generation_config(base: Path, tmp_path: Path) -> None:
-    """METHODS 14, N6: whatever generation_config.json says; a prompt alone and one padded in a batch agree."""
+    """Whatever generation_config.json says; a prompt alone and one padded in a batch agree."""
     model = noisy(t5(), 3, scale=0.3)
     plain = T5Backbone(str(save_t5(model, tmp_path / "plain")))
     sampled = T5Backbone(str(save_t5(model, tmp_path / "sampled")))
@@ -56,7 +56,6 @@ def test_long_prompts_are_cut(base: Path) -> None:
 
 
 def test_spec_builds_the_backbone_again() -> None:
-    """I11."""
     from safemerge_pl.backbones import build_backbone
 
     again = build_backbone(T5Backbone("a/b", revision="main", max_input_length=64, max_length=5).spec())
@@ -71,7 +70,7 @@ def test_spec_builds_the_backbone_again() -> None:
 
 @pytest.mark.parametrize("own_head", [True, False])
 def test_head_is_tied_as_the_model_has_it(own_head: bool, tmp_path: Path) -> None:
-    """B1, B7: the embedding is one tensor; the head is it or not; logits are those of the model that was saved."""
+    """The embedding is one tensor; the head is it or not; logits are those of the model that was saved."""
     model = noisy(t5(own_head=own_head), 5)
     found = T5Backbone(str(save_t5(model, tmp_path / "t5", own_head=own_head)))
     found.load()
@@ -85,7 +84,7 @@ def test_head_is_tied_as_the_model_has_it(own_head: bool, tmp_path: Path) -> Non
 
 
 def test_a_lost_head_is_refused(base: Path, tmp_path: Path) -> None:
-    """B1, B7: transformers would tie it in silence."""
+    """transformers would tie it in silence."""
     shutil.copytree(base, tmp_path / "t5")
     tensors = load_file(base / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -124,13 +123,13 @@ def lose(folder: Path, name: str) -> None:
 
 
 def test_nothing_is_fetched_in_the_dark() -> None:
-    """N1: a hub id that is not in the cache, offline."""
+    """A hub id that is not in the cache, offline."""
     with pytest.raises(CheckpointError, match="google/flan-t5-base is neither a local path nor a hub model"):
         T5Backbone().load()
 
 
 def test_float16_is_refused_and_nan_is_no_answer(base: Path, tmp_path: Path, make_trainer: Any) -> None:
-    """A14: as weights, as autocast, and under a trainer before the first merge; broken weights are named."""
+    """As weights, as autocast, and under a trainer before the first merge; broken weights are named."""
     found = T5Backbone(str(base))
     found.load()
     inputs = found.preprocess(["the good film"])

@@ -131,7 +131,7 @@ def test_known_right_answers_are_the_expected_scores(benchmark: tuple[Path, Path
 def test_known_counts_stop_a_run_that_differs(
     benchmark: tuple[Path, Path], tmp_path: Path, make_trainer: Callable[..., Any]
 ) -> None:
-    """N9: another model or preprocessing is known before the stream starts, set, expected and found named."""
+    """Another model or preprocessing is known before the stream starts, set, expected and found named."""
     experts = {task: str(benchmark[0].parent / task) for task in ("mnist", "eurosat")}
 
     def run(within: float | None, **settings: Any) -> ReferenceRows:

@@ -41,7 +41,7 @@ COLUMNS = {
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompts_and_answers_are_those_of_the_published_experts(name: str, tmp_path: Path) -> None:
-    """METHODS 14, to the letter, typos included; braces in a text are plain text."""
+    """To the letter, typos included; braces in a text are plain text."""
     prompt, answers = PROMPTS[name]
     texts = dict(zip(COLUMNS[name], ("a {b}", "c"), strict=False))
     rows = [{**texts, "label": label, "idx": label} for label in range(len(answers))]
@@ -51,7 +51,7 @@ def test_prompts_and_answers_are_those_of_the_published_experts(name: str, tmp_p
 
 
 def test_stsb_asks_for_one_decimal_of_the_stored_score(tmp_path: Path) -> None:
-    """METHODS 14: the gold answer is the one-decimal string, not the raw score."""
+    """The gold answer is the one-decimal string, not the raw score."""
     rows = [{"sentence1": "a", "sentence2": "b", "label": label, "idx": 0} for label in (3.8, 4.75, 0.0, 2.25)]
     (tmp_path / "stsb").mkdir()
     table("stsb", rows).to_parquet(tmp_path / "stsb" / "validation-00000-of-00001.parquet")
@@ -66,7 +66,7 @@ def test_stsb_asks_for_one_decimal_of_the_stored_score(tmp_path: Path) -> None:
 
 
 def test_default_stream_and_published_scores() -> None:
-    """METHODS 14: order, splits, reference numbers; their means are the paper's rows."""
+    """Order, splits, reference numbers; their means are the paper's rows."""
     data = GLUEData()
     assert data.stream.names == ("cola", "mrpc", "qqp", "sst2", "stsb")
     assert data.controls == ("mnli", "qnli", "rte")
@@ -109,7 +109,7 @@ def test_layouts_that_are_read(layout: str, tmp_path: Path) -> None:
 
 
 def test_hub_cache_is_read_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """N1, N2: by branch name, offline; a file that is not in the cached snapshot is named."""
+    """By branch name, offline; a file that is not in the cached snapshot is named."""
     import huggingface_hub
 
     store = tmp_path / "datasets--nyu-mll--glue"

@@ -29,7 +29,7 @@ def rows_of(tmp_path: Path, name: str = "eurosat", **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("name", [*TASKS, "imagenet", "imagenet-r", "objectnet"])
 def test_every_set_opens_from_the_hub_s_cache(name: str, tmp_path: Path) -> None:
-    """L2, N1: offline, through ``refs/main``; boolean labels and web data sets included."""
+    """Offline, through ``refs/main``; boolean labels and web data sets included."""
     spec = find_spec(name)
     write_set(snapshot(tmp_path / "hub", spec.hub, "dataset"), name)
     rows = open_rows(spec, any_size=True)
@@ -74,7 +74,7 @@ def test_a_damaged_file(tmp_path: Path) -> None:
 
 
 def test_nothing_there_says_how_to_get_it(tmp_path: Path) -> None:
-    """N2, N3: a missing set offline; the sentence holds the command."""
+    """A missing set offline: the sentence holds the command."""
     with pytest.raises(
         ValueError, match=r"HF_HUB_OFFLINE is set\); .*`hf download tanganke/eurosat --repo-type dataset"
     ):

@@ -20,7 +20,7 @@ def module_of(benchmark: tuple[Path, Path]) -> ContinualMergeModule:
 
 
 def test_scores_equal_counting_by_hand(benchmark: tuple[Path, Path], make_trainer: Callable[..., Any]) -> None:
-    """K10: boolean labels, a web data set and parquet files, in batches that do not divide the sets."""
+    """Boolean labels, a web data set and parquet files, in batches that do not divide the sets."""
     module, trainer = module_of(benchmark), make_trainer()
     trainer.validate(module, data_of(benchmark, tasks=["pcam", "eurosat"]), verbose=False)
     for name in ("pcam", "eurosat", "fer2013"):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("datasets_apart")
 
 @pytest.mark.parametrize(("length", "world"), [(5, 2), (1, 2), (7, 3), (6, 3), (0, 2)])
 def test_shards_hold_each_sample_once(length: int, world: int) -> None:
-    """J3: no padding."""
+    """Nothing is padded, so nothing counts twice."""
     shards = [list(ExactShard(length, rank, world)) for rank in range(world)]
     assert sorted(index for shard in shards for index in shard) == list(range(length))
     assert [len(ExactShard(length, rank, world)) for rank in range(world)] == [len(shard) for shard in shards]

@@ -67,7 +67,7 @@ def scored(said: list[str], labels: list[Any], **settings: Any) -> tuple[float, 
 
 
 def test_exact_match_is_to_the_letter() -> None:
-    """METHODS 14: case counts, spaces count, nothing is trimmed."""
+    """Case counts, spaces count, nothing is trimmed."""
     answers = ["yes", "Yes", "yes ", "no", "", "yes"]
     assert scored(answers, [1, 1, 1, 1, 1, 0], answers=("no", "yes")) == (1 / 6, 6)
 
@@ -94,7 +94,7 @@ def plain_spearman(left: list[float], right: list[float]) -> float:
     ],
 )
 def test_spearman_of_what_is_written(answers: list[str], read: list[float]) -> None:
-    """METHODS 14: ties share their mean rank; what is no finite number counts as 0."""
+    """Ties share their mean rank; what is no finite number counts as 0."""
     labels = [0.0, 1.04, 2.6, 2.62, 4.4]  # to one decimal: 2.6 twice
     expected = plain_spearman(read, [0.0, 1.0, 2.6, 2.6, 4.4])
     value, counted = scored(answers, labels, metric="spearman")
@@ -111,12 +111,12 @@ def test_spearman_of_what_is_written(answers: list[str], read: list[float]) -> N
     ],
 )
 def test_an_undefined_correlation_is_zero(answers: list[str], labels: list[float]) -> None:
-    """K9: constant answers, constant labels, one example: 0, never NaN."""
+    """Constant answers, constant labels, one example: 0, never NaN."""
     assert scored(answers, labels, metric="spearman") == (0.0, len(labels))
 
 
 def test_counts_of_two_processes_add_up_to_those_of_one() -> None:
-    """J3, J4: each example in a place of its own; a process without any adds zeros."""
+    """Each example in a place of its own; a process without any adds zeros."""
     labels, answers = [0.0, 1.0, 2.0, 3.0, 4.0], ["0.5", "0.1", "3.0", "2.0", "5.0"]
     texts = TextSet("a", rows_of(labels), "{text}", metric="spearman")
     total = SpearmanScore(texts, Says([])).zero()

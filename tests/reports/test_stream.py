@@ -162,7 +162,7 @@ def test_the_stream_has_a_line_a_number_and_the_pretrained_level(report: dict[st
 def test_figures_can_be_written_whatever_is_missing(
     draw: Any, kind: str, report: dict[str, Any], tmp_path: Path
 ) -> None:
-    """K4: a merge that was not scored draws nothing, without a warning."""
+    """A merge that was not scored draws nothing, without a warning."""
     if kind in ("no references", "nothing"):
         report["references"] = {}
     if kind in ("no controls", "nothing"):
@@ -174,7 +174,7 @@ def test_figures_can_be_written_whatever_is_missing(
 
 
 def test_json_is_strict(tmp_path: Path) -> None:
-    """K9: NaN is refused, not written, and an earlier file stays."""
+    """NaN is refused, not written, and an earlier file stays."""
     path = tmp_path / "deep" / "report.json"
     write_json(path, {"ACC": 0.5, "tasks": ["ä"]})
     assert json.loads(path.read_text()) == {"ACC": 0.5, "tasks": ["ä"]}
@@ -189,7 +189,7 @@ def test_json_is_strict(tmp_path: Path) -> None:
 def test_a_failed_write_keeps_the_earlier_file_and_leaves_no_part(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C8: the disk is full midway."""
+    """The disk is full midway."""
     path = tmp_path / "report.md"
     write_text(path, "first")
     real = Path.write_bytes
@@ -210,7 +210,6 @@ def test_a_failed_write_keeps_the_earlier_file_and_leaves_no_part(
 
 
 def test_the_environment_is_plain_and_names_the_versions() -> None:
-    """O6."""
     import torch
 
     found = environment()

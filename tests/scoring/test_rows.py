@@ -52,17 +52,17 @@ class Product:
 
 
 def references(scorer: Product, rows: dict[str, Any], **settings: Any) -> list[str]:
-    """Measure, and give the names of the rows in the order in which they were told."""
-    told: list[str] = []
+    """Measure, and give the names of the rows in the order in which they came."""
+    seen: list[str] = []
     measure_references(
         scorer,  # type: ignore[arg-type]
         scorer.tower,
         SOURCES,
         rows,
-        on_row=lambda what, row: told.append(what),
+        on_row=lambda what, row: seen.append(what),
         **settings,
     )
-    return told
+    return seen
 
 
 def test_a_row_has_every_set_and_what_they_add_up_to() -> None:

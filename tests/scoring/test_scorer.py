@@ -24,7 +24,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scorer_outside_a_trainer_equals_validation(base: Path, tmp_path: Path, make_trainer: Any) -> None:
-    """K5, K7: one number a set, whoever asks; the loader's order and the batches do not matter."""
+    """One number per set, whoever asks; the loader's order and the batches do not matter."""
     write_glue(tmp_path, 12, ["cola", "stsb", "rte"])
     backbone = T5Backbone(str(base))
     backbone.load()
@@ -45,7 +45,7 @@ def test_scorer_outside_a_trainer_equals_validation(base: Path, tmp_path: Path, 
 def test_accuracy_of_each_set_counts_only_its_own_images(
     make_trainer: Callable[..., Any], small_data: Callable[..., SmallZoo]
 ) -> None:
-    """K5, K7, K10: micro accuracy per set, equal to counting by hand; nothing leaks between sets or runs."""
+    """Micro accuracy per set, equal to counting by hand; nothing leaks between sets or runs."""
     module = ContinualMergeModule()
     trainer = make_trainer()
     for _ in range(2):

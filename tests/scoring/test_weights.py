@@ -1,6 +1,5 @@
 """Weights that are scored: an expert's in a tower for a while, tied tensors under any name."""
 
-
 import pytest
 import torch
 from tiny_text import noisy, t5, weights
@@ -15,7 +14,7 @@ SHARED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.
 
 
 def test_a_tied_tensor_is_read_under_any_of_its_names_and_put_in_once() -> None:
-    """B1, B5: files keep one name of a tied tensor, which one depends on who wrote them."""
+    """Files keep one name of a tied tensor, which one depends on who wrote them."""
     model = t5()
     tuned = weights(noisy(model, 1))
     embedding = tuned["shared.weight"]
@@ -34,7 +33,7 @@ def test_a_tied_tensor_is_read_under_any_of_its_names_and_put_in_once() -> None:
 @pytest.mark.parametrize("theirs", SHARED)
 @pytest.mark.parametrize("ours", SHARED)
 def test_a_shared_embedding_is_merged_under_any_of_its_names(ours: str, theirs: str) -> None:
-    """B1: of the pretrained and of the incoming model."""
+    """Of the pretrained and of the incoming model."""
     pretrained, tuned = weights(t5()), weights(noisy(t5(), 1))
 
     def file(tensors: dict[str, Tensor], kept: str) -> dict[str, Tensor]:
@@ -46,7 +45,7 @@ def test_a_shared_embedding_is_merged_under_any_of_its_names(ours: str, theirs: 
 
 
 def test_an_expert_that_untied_its_head_is_refused() -> None:
-    """B2: a head that the pretrained model does not have must not be lost in silence."""
+    """A head that the pretrained model does not have must not be lost in silence."""
     tied, untied = t5(own_head=False), weights(noisy(t5(), 1))
     with pytest.raises(CheckpointError, match=r"`lm_head.weight` differs from `shared.weight`, which the pretrained"):
         expert_weights(tied, untied)
