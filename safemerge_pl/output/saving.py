@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.layers import vision_only
-from safemerge_pl.checkpoints.layouts import pieces_of, relaid
+from safemerge_pl.architectures.pieces import pieces_of
+from safemerge_pl.checkpoints.layouts import relaid
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, match_names, open_checkpoint
 from safemerge_pl.checkpoints.tensors import View, tied_names
 from safemerge_pl.checkpoints.values import require_values
