@@ -12,10 +12,10 @@ from safemerge_pl.architectures.pieces import pieces_of
 from safemerge_pl.checkpoints.tensors import Checkpoint
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["layer_index", "relaid"]
+__all__ = ["convert_layout", "layer_index"]
 
 
-def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) -> Checkpoint | None:
+def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) -> Checkpoint | None:
     """An incoming model of another library (open_clip for transformers, ...) under the pretrained model's names.
 
     Args:
@@ -34,7 +34,7 @@ def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) 
         >>> from safemerge_pl.checkpoints.tensors import Memory
         >>> key = "encoder.layers.0.self_attn.k_proj.weight"
         >>> incoming = Memory({"resblocks.0.attn.in_proj_weight": torch.arange(6.0)[:, None]}, "a file")
-        >>> relaid(Memory({key: torch.ones(2, 1)}, "a folder"), [key], incoming)[key].tolist()
+        >>> convert_layout(Memory({key: torch.ones(2, 1)}, "a folder"), [key], incoming)[key].tolist()
         [[2.0], [3.0]]
     """
     theirs = layer_index(incoming)
@@ -55,7 +55,7 @@ def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) 
             f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "
             f"of {len(wanted)} tensors, first `{unknown[0]}`; convert it to the pretrained model's layout."
         )
-    return _Relaid(
+    return _Converted(
         incoming, {name: [(part, theirs[part.name]) for part in parts[name]] for name in parts if name in known}
     )
 
@@ -82,7 +82,7 @@ def layer_index(checkpoint: Checkpoint) -> dict[str, MergeLayer]:
     return {name: pieces[0] for name, pieces in found.items() if len(pieces) == 1}
 
 
-class _Relaid(Checkpoint):
+class _Converted(Checkpoint):
     """Tensors assembled from pieces of others: (piece of ours, piece of theirs) in the order of rows."""
 
     def __init__(self, incoming: Checkpoint, pieces: Mapping[str, list[tuple[MergeLayer, MergeLayer]]]) -> None:

@@ -11,7 +11,7 @@ from tiny import Add, Tensors
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.fit import align
-from safemerge_pl.checkpoints.layouts import layer_index, relaid
+from safemerge_pl.checkpoints.layouts import convert_layout, layer_index
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, IsoC, KnOTSTies, TaskArithmetic
 from safemerge_pl.scoring import expert_weights
@@ -150,7 +150,7 @@ def test_the_individual_row_scores_an_expert_of_another_layout_whole(other: str)
 def test_shapes_and_dtypes_are_those_of_the_assembled_tensors() -> None:
     incoming = open_checkpoint({name: tensor.bfloat16() for name, tensor in as_timm(tower()).items()})
     shapes = {name: tuple(tensor.shape) for name, tensor in tower().items() if tensor.is_floating_point()}
-    found = relaid(open_checkpoint(tower()), tiny.only_weights(tower()), incoming)
+    found = convert_layout(open_checkpoint(tower()), tiny.only_weights(tower()), incoming)
     assert found is not None
     assert list(found) == list(shapes)
     assert len(found) == len(shapes)
@@ -168,7 +168,7 @@ def test_gpt2_is_turned_for_a_base_that_is_upright() -> None:
     assert gpt2["transformer.h.0.attn.c_attn.weight"].shape == (width, 3 * width)
     for base, incoming in ((tensors, gpt2), (gpt2, tensors)):
         shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
-        found = relaid(open_checkpoint(base), list(base), open_checkpoint(incoming))
+        found = convert_layout(open_checkpoint(base), list(base), open_checkpoint(incoming))
         assert found is not None
         tiny.assert_same({name: found[name].contiguous() for name in found}, base)
         assert found.shapes() == shapes
@@ -218,8 +218,8 @@ def test_the_same_layout_under_a_foreign_prefix_is_not_taken_for_another_layout(
     base = open_checkpoint(tower())
     wanted = [name for name in tower() if "layers.0.self_attn" in name and name.endswith("weight")]
     incoming = open_checkpoint({name: tensor for name, tensor in tower().items() if "layers.1" in name})
-    assert relaid(base, wanted, incoming) is None
-    assert relaid(base, wanted, open_checkpoint(tiny.renamed(tower(), "", "head_0."))) is None
+    assert convert_layout(base, wanted, incoming) is None
+    assert convert_layout(base, wanted, open_checkpoint(tiny.renamed(tower(), "", "head_0."))) is None
 
 
 def test_a_fused_matrix_without_three_parts_is_no_match() -> None:
@@ -236,6 +236,6 @@ def test_a_layout_is_converted_only_where_names_differ() -> None:
         found = align(base, names, open_checkpoint(layout(tower())))
         tiny.assert_same(found, wanted)
         assert (list(found.names.values()) == names) == (layout is as_open_clip)
-    other = relaid(base, names, open_checkpoint(as_open_clip(tower())))
+    other = convert_layout(base, names, open_checkpoint(as_open_clip(tower())))
     assert other is not None
     tiny.assert_same(other, {name: tensor for name, tensor in tower().items() if tensor.is_floating_point()})
