@@ -17,7 +17,7 @@ __all__ = [
     "block_of",
     "in_text",
     "in_vision",
-    "known",
+    "is_known",
     "rule_for",
     "tower",
     "unknown_fusion",
@@ -201,11 +201,11 @@ def block_of(parameter: str) -> re.Match[str] | None:
     return _IN_BLOCK.search(parameter)
 
 
-def known(parameter: str, shape: Sequence[int]) -> bool:
+def is_known(parameter: str, shape: Sequence[int]) -> bool:
     """Whether it is clear what a block's tensor is: merged, left pretrained on purpose, or no matrix at all.
 
     Example:
-        >>> known("h.0.mlp.fc_out.weight", (8, 32)), known("layers.0.mixer.in_proj.weight", (64, 8))
+        >>> is_known("h.0.mlp.fc_out.weight", (8, 32)), is_known("layers.0.mixer.in_proj.weight", (64, 8))
         (True, False)
     """
     if len(shape) < 2 or min(shape) == 1 or is_embedding(parameter):

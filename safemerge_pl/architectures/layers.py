@@ -21,7 +21,7 @@ from safemerge_pl.architectures.families import (
     block_of,
     in_text,
     in_vision,
-    known,
+    is_known,
     rule_for,
     tower,
     unknown_fusion,
@@ -30,9 +30,9 @@ from safemerge_pl.architectures.families import (
 __all__ = [
     "MergeLayer",
     "Scope",
+    "find_unknown",
     "known_layers",
     "parts_of",
-    "passed_over",
     "select_layers",
     "split_rows",
     "vision_only",
@@ -168,16 +168,18 @@ def vision_only(names: Iterable[str]) -> list[str]:
     return names if speaks else vision or names
 
 
-def passed_over(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+def find_unknown(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Matrices in the blocks of a model that are of no known kind and not among the layers to merge.
 
     Example:
-        >>> passed_over([], {"layers.0.mixer.in_proj.weight": (8, 4), "layers.0.mlp.fc2.weight": (4, 8)})
+        >>> find_unknown([], {"layers.0.mixer.in_proj.weight": (8, 4), "layers.0.mlp.fc2.weight": (4, 8)})
         ['layers.0.mixer.in_proj.weight']
     """
     taken = {layer.parameter for layer in layers}
     return [
-        name for name in vision_only(shapes) if name not in taken and block_of(name) and not known(name, shapes[name])
+        name
+        for name in vision_only(shapes)
+        if name not in taken and block_of(name) and not is_known(name, shapes[name])
     ]
 
 

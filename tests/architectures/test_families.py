@@ -10,8 +10,8 @@ import tiny
 import torch
 from tiny_families import DECODER, FAMILIES, Shapes, hf, in_memory, llava, on_disk, shifted
 
-from safemerge_pl.architectures.families import block_of, known
-from safemerge_pl.architectures.layers import passed_over, select_layers, vision_only
+from safemerge_pl.architectures.families import block_of, is_known
+from safemerge_pl.architectures.layers import find_unknown, select_layers, vision_only
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
@@ -40,7 +40,7 @@ def test_every_matrix_of_a_block_is_merged_or_left_on_purpose(family: str, tmp_p
     places = {re.sub(r"^.*(?:layers?|blocks?|h)\.\d+\.|\.weight$", "", name) for name in others}
     assert {place for place in places if "relative_position" not in place} <= left
     assert others, "the output side of the feed-forward stays pretrained"
-    assert passed_over(layers, shapes) == []
+    assert find_unknown(layers, shapes) == []
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"Mixtral", "Qwen2-MoE", "DeepSeek-V3"}))
@@ -234,4 +234,4 @@ def test_a_merged_folder_loads_with_the_family_s_own_class(family: str, tmp_path
     "name", ["layers.0.mixer.conv1d.weight", "layers.0.input_layernorm.weight", "layers.0.mlp.router.weight"]
 )
 def test_what_is_no_matrix_is_not_reported(name: str) -> None:
-    assert known(name, (8, 8))
+    assert is_known(name, (8, 8))
