@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.layers import vision_only
-from safemerge_pl.checkpoints.adapted import BoundAdapter
+from safemerge_pl.checkpoints.adapted import BoundAdapter, bind
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Cut, Mismatch, differences, is_resized, settings, tokenizers
 from safemerge_pl.checkpoints.layouts import convert_layout
@@ -190,7 +190,7 @@ def bind_adapter(
     """
     if not isinstance(incoming, Adapter):
         return incoming
-    bound = incoming.bind(pretrained)
+    bound = bind(incoming, pretrained)
     bound.require_change(parameters, values=values)
     return bound
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from safemerge_pl.callbacks import MergeCallback, ReferenceRows
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
-from safemerge_pl.checkpoints.adapted import BoundAdapter
+from safemerge_pl.checkpoints.adapted import BoundAdapter, bind
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.fit import bind_adapter, fit
 from safemerge_pl.commands.check import check_stream
@@ -56,7 +56,7 @@ def unloaded(wrapped: nn.Module) -> Tensors:
 def bound(base: Mapping[str, Tensor], folder: Path) -> BoundAdapter:
     adapter = open_checkpoint(folder)
     assert isinstance(adapter, Adapter)
-    return adapter.bind(open_checkpoint(base))
+    return bind(adapter, open_checkpoint(base))
 
 
 def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> int:
