@@ -11,7 +11,7 @@ from safemerge_pl.architectures.embeddings import is_tied_candidate
 from safemerge_pl.architectures.layers import known_layers, parts_of, vision_only
 from safemerge_pl.checkpoints.adapter import Adapter, Factors
 from safemerge_pl.checkpoints.adapter_config import REMEDY
-from safemerge_pl.checkpoints.adapter_kinds import MAGNITUDE
+from safemerge_pl.checkpoints.adapter_types import MAGNITUDE
 from safemerge_pl.checkpoints.layouts import layer_index
 from safemerge_pl.checkpoints.names import match_names, names_alike
 from safemerge_pl.checkpoints.tensors import Checkpoint, View

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safemerge_pl.checkpoints.adapter_config import ADAPTER_CONFIG, REMEDY, value_by_pattern
-from safemerge_pl.checkpoints.adapter_kinds import ADAPTER_TYPES, MAGNITUDE, FactorKind
+from safemerge_pl.checkpoints.adapter_types import ADAPTER_TYPES, MAGNITUDE, FactorKind
 from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safemerge_pl.checkpoints.adapter_kinds import ADAPTER_TYPES
+from safemerge_pl.checkpoints.adapter_types import ADAPTER_TYPES, COMMON_SETTINGS
 from safemerge_pl.errors import CheckpointError
 
 __all__ = ["ADAPTER_CONFIG", "REMEDY", "read_adapter_config", "value_by_pattern"]
@@ -19,7 +19,7 @@ _MOVES_BASE = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Settings of a LoRA adapter that can be merged.
+    """Read the settings of an adapter that can be merged.
 
     Raises:
         CheckpointError: if it is damaged, of another type, or uses a variant that is not known here.
@@ -28,8 +28,8 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
         config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is no adapter configuration ({error}); fetch it again.") from error
-    kind = ADAPTER_TYPES.get(str(config.get("peft_type")))
-    if kind is None:
+    adapter_type = ADAPTER_TYPES.get(str(config.get("peft_type")))
+    if adapter_type is None:
         raise CheckpointError(
             f"{path.parent} is a PEFT adapter of type {config.get('peft_type')}, only {' and '.join(ADAPTER_TYPES)} is "
             f"read; {REMEDY}."
@@ -39,11 +39,13 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
             f"{path}: `init_lora_weights` {config['init_lora_weights']!r} changed the base model's weights too, so the "
             f"adapter does not fit the plain ones; {REMEDY}."
         )
-    unknown = sorted(key for key, value in config.items() if value and key not in kind.settings)
+    unknown = sorted(
+        key for key, value in config.items() if value and key not in adapter_type.settings | COMMON_SETTINGS
+    )
     if unknown:
         raise CheckpointError(f"{path} uses `{unknown[0]}`, a LoRA variant that is not read; {REMEDY}.")
     patterns = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
-    numbers = [config.get("r", 8), config.get(kind.alpha, 8)]
+    numbers = [config.get("r", 8), config.get(adapter_type.alpha, 8)]
     if all(isinstance(pattern, dict) for pattern in patterns):
         numbers += [value for pattern in patterns for value in pattern.values()]
     else:

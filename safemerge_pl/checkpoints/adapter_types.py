@@ -9,9 +9,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["ADAPTER_TYPES", "MAGNITUDE", "AdapterType", "FactorKind"]
+__all__ = ["ADAPTER_TYPES", "COMMON_SETTINGS", "MAGNITUDE", "AdapterType", "FactorKind"]
 
 Shape = tuple[int, ...]
+
+COMMON_SETTINGS = frozenset(
+    {
+        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode"),
+        *("layers_pattern", "layers_to_transform", "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern"),
+        *("revision", "target_modules", "task_type"),
+    }
+)
+"""Settings of every type of adapter that are worked in here, or leave the update as it is."""
 
 MAGNITUDE = "lora_magnitude_vector"
 """The norms of a matrix's rows under DoRA, which a module may have beside its factors."""
@@ -42,7 +51,8 @@ class AdapterType:
 
     Attributes:
         alpha: name of the setting that is divided by the rank to scale the update.
-        settings: names of those that are worked in here, or leave the update as it is.
+        settings: names of its further settings that are worked in here, or leave the update as it is; any other that is
+            on is refused.
         kinds: ways in which it stores an update; a module has the factors of one of them.
     """
 
@@ -69,12 +79,9 @@ ADAPTER_TYPES: dict[str, AdapterType] = {
         alpha="lora_alpha",
         settings=frozenset(
             {
-                *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
-                *("ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
-                *("init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha"),
-                *("lora_bias", "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type"),
-                *("peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
-                *("target_modules", "task_type", "use_dora", "use_rslora"),
+                *("bias", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out", "init_lora_weights"),
+                *("loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "lora_ga_config", "megatron_core"),
+                *("qalora_group_size", "runtime_config", "use_dora", "use_rslora"),
             }
         ),
         kinds=(
