@@ -65,7 +65,7 @@ _RULES = (
     _rule(_T5 + r"SelfAttention\.(?P<k>[qkvo])\.weight", "{side}.{i}.self.{k}"),
     _rule(_T5 + r"EncDecAttention\.(?P<k>[qkvo])\.weight", "{side}.{i}.cross.{k}"),
     _rule(_T5 + r"DenseReluDense\.(?P<k>wi|wi_0|wi_1)\.weight", "{side}.{i}.{k}"),
-    _rule(_T5 + r"DenseReluDense\.wo\.weight", "{side}.{i}.wo", wide=True),  # not merged by SAFE-Merge (METHODS A11)
+    _rule(_T5 + r"DenseReluDense\.wo\.weight", "{side}.{i}.wo", wide=True),  # which SAFE-Merge leaves pretrained
     # GPT-2: Conv1D stores weights as (d_in, d_out)
     _rule(r"h\.(?P<i>\d+)\.attn\.c_attn\.weight", *_fused("q", "k", "v"), transposed=True),
     _rule(r"h\.(?P<i>\d+)\.attn\.c_proj\.weight", "{tower}.{i}.out", transposed=True),

@@ -82,7 +82,7 @@ class MergeLayer:
 def select_layers(
     shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] | None = None, scope: Scope = "selected"
 ) -> list[MergeLayer]:
-    """Choose the matrices to merge: attention projections and the first feed-forward matrix (METHODS 9.1, 10a).
+    """Choose the matrices to merge: attention projections and the first feed-forward matrix, as the paper does.
 
     Of a checkpoint with a vision and a text tower only the vision tower is merged, since the zero-shot heads come from
     the pretrained text tower; of a vision model with a language model both are.

@@ -80,7 +80,7 @@ def tower() -> Tensors:
 
 
 def test_the_layouts_are_those_of_the_libraries() -> None:
-    """D6: open_clip and timm load the tower and compute what transformers computes."""
+    """The other libraries, open_clip and timm, load the tower and compute what transformers computes."""
     import timm
 
     x = tiny.randn(2, 3, 8, 8)
@@ -100,7 +100,7 @@ def test_the_layouts_are_those_of_the_libraries() -> None:
 @pytest.mark.parametrize("own", LAYOUTS)
 @pytest.mark.parametrize("other", LAYOUTS)
 def test_a_merge_does_not_depend_on_the_layout_of_either_side(own: str, other: str) -> None:
-    """D6: the same hash of the merged layers, whatever library wrote which model."""
+    """The same hash of the merged layers, whatever library wrote which model."""
     base, expert = tower(), tiny.tuned(tower(), 1)
     expected = tiny.fresh(base)
     expected.fold(expert, "task1")
@@ -125,7 +125,7 @@ def test_methods_that_merge_every_parameter_cross_layouts_too(method: Any, other
 
 
 def test_real_two_tower_models_cross_layouts() -> None:
-    """L3: the text towers beside them do not get in the way, in either direction."""
+    """The text towers beside them do not get in the way, in either direction."""
     hf, oc = tiny.hf_clip().state_dict(), tiny.open_clip_model().state_dict()
     for base, incoming in ((hf, oc), (oc, hf)):
         merger = ContinualMerger(base, Add())
@@ -159,7 +159,7 @@ def test_shapes_and_dtypes_are_those_of_the_assembled_tensors() -> None:
 
 
 def test_gpt2_is_turned_for_a_base_that_is_upright() -> None:
-    """E7: a decoder named like Llama with GPT-2's sizes; square and fused matrices land upright."""
+    """A decoder named like Llama with GPT-2's sizes; square and fused matrices land upright."""
     width, tensors = 4, {}
     for part, shape in (("q", (4, 4)), ("k", (4, 4)), ("v", (4, 4)), ("o", (4, 4))):
         tensors[f"model.layers.0.self_attn.{part}_proj.weight"] = tiny.randn(*shape, seed=ord(part))
@@ -191,7 +191,7 @@ def test_another_size_is_refused_with_both_shapes() -> None:
 
 
 def test_a_missing_block_is_no_match() -> None:
-    """D8, D11: all layers or none."""
+    """All layers or none."""
     incoming = {name: tensor for name, tensor in as_open_clip(tower()).items() if "resblocks.1" not in name}
     assert "lacks 10 of 10" in refusal(tower(), incoming)
 
@@ -204,7 +204,7 @@ def test_a_tensor_without_counterpart_is_named() -> None:
 
 
 def test_prefixes_are_not_mixed_within_one_model() -> None:
-    """D11, D9: two towers side by side, or a model in two halves."""
+    """Two towers side by side, or a model in two halves."""
     half = as_open_clip(tower())
     mixed = {("a." if ".0." in name else "b.") + name: tensor for name, tensor in half.items()}
     twice = tiny.renamed(half, "", "student.") | tiny.renamed(half, "", "teacher.")
@@ -214,7 +214,7 @@ def test_prefixes_are_not_mixed_within_one_model() -> None:
 
 
 def test_the_same_layout_under_a_foreign_prefix_is_not_taken_for_another_layout() -> None:
-    """D11: one block is wanted, the file holds only the other: no way round."""
+    """One block is wanted, the file holds only the other: no way round."""
     base = open_checkpoint(tower())
     wanted = [name for name in tower() if "layers.0.self_attn" in name and name.endswith("weight")]
     incoming = open_checkpoint({name: tensor for name, tensor in tower().items() if "layers.1" in name})
@@ -223,7 +223,7 @@ def test_the_same_layout_under_a_foreign_prefix_is_not_taken_for_another_layout(
 
 
 def test_a_fused_matrix_without_three_parts_is_no_match() -> None:
-    """L6: grouped heads."""
+    """Grouped heads."""
     incoming = as_timm(tower()) | {"blocks.0.attn.qkv.weight": torch.zeros(20, 8)}
     assert "lacks 10 of 10" in refusal(tower(), incoming)
 
