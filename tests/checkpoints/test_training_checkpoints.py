@@ -49,13 +49,13 @@ class Holder(nn.Module):
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "DataParallel (D1)": nn.DataParallel,
-    "compile (D2)": torch.compile,  # type: ignore[dict-item]
-    "compiled DataParallel (D3)": lambda model: torch.compile(nn.DataParallel(model)),  # type: ignore[dict-item]
+    "DataParallel": nn.DataParallel,
+    "compile": torch.compile,  # type: ignore[dict-item]
+    "compiled DataParallel": lambda model: torch.compile(nn.DataParallel(model)),  # type: ignore[dict-item]
     "SWA": AveragedModel,
-    "SWA of a compiled model (D3)": lambda model: AveragedModel(torch.compile(model)),  # type: ignore[arg-type]
+    "SWA of a compiled model": lambda model: AveragedModel(torch.compile(model)),  # type: ignore[arg-type]
     "a holder": Holder,
-    "a holder of a compiled model (D2)": lambda model: Holder(torch.compile(model)),  # type: ignore[arg-type]
+    "a holder of a compiled model": lambda model: Holder(torch.compile(model)),  # type: ignore[arg-type]
     "model in encoder": lambda model: Holder(Holder(model, "model"), "encoder"),
 }
 
@@ -64,13 +64,13 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("build", [tiny.hf_vision, tiny.open_clip_model, tiny.timm_vit])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrappers_do_not_matter(wrapper: str, build: Callable[[], nn.Module], old_format: bool, tmp_path: Path) -> None:
-    """D1, D2, D3, in the zip format of torch and in the one before it."""
+    """In the zip format of torch and in the one before it."""
     state = WRAPPERS[wrapper](expert(build)).state_dict()
     assert_like_plain(saved(state, tmp_path, _use_new_zipfile_serialization=not old_format), build)
 
 
 def test_a_training_checkpoint_of_open_clip_is_read(tmp_path: Path) -> None:
-    """D9, D1: as its trainer saves it under DDP."""
+    """As its trainer saves it under DDP."""
     model = nn.DataParallel(expert(tiny.open_clip_model))
     optimizer = torch.optim.AdamW(model.parameters())
     model(tiny.randn(2, 3, 8, 8), torch.zeros(2, 8, dtype=torch.int64))[0].sum().backward()
@@ -88,7 +88,7 @@ def test_a_training_checkpoint_of_open_clip_is_read(tmp_path: Path) -> None:
 
 
 def test_a_training_checkpoint_of_timm_is_read(tmp_path: Path) -> None:
-    """D9: its saver's keys; with the average beside the raw weights there are two models, and none is guessed."""
+    """Its saver's keys; with the average beside the raw weights there are two models, and none is guessed."""
     from timm.utils import ModelEmaV3
 
     model = expert(tiny.timm_vit)
@@ -104,7 +104,7 @@ CONTAINERS = ["model", "state_dict", "model_state_dict", "net", "network", "para
 
 @pytest.mark.parametrize("key", CONTAINERS)
 def test_the_one_model_of_a_container_is_found_under_any_key(key: str, tmp_path: Path) -> None:
-    """D9: beside an optimiser, whose tensors lie deeper."""
+    """Beside an optimiser, whose tensors lie deeper."""
     model = expert()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
@@ -114,7 +114,6 @@ def test_the_one_model_of_a_container_is_found_under_any_key(key: str, tmp_path:
 
 @pytest.mark.parametrize("keys", [("student", "teacher"), ("net", "net_ema"), ("params", "params_ema")])
 def test_two_models_in_a_container_are_not_chosen_between(keys: tuple[str, str], tmp_path: Path) -> None:
-    """D9."""
     content = {key: expert().state_dict() for key in keys}
     with pytest.raises(CheckpointError, match=rf"several models \({keys[0]}, {keys[1]}\)"):
         open_checkpoint(saved(content, tmp_path))
@@ -155,12 +154,12 @@ def trained(module: L.LightningModule, tmp_path: Path, *callbacks: L.Callback) -
 
 @pytest.mark.parametrize("name", ["model", "backbone", "encoder", "net"])
 def test_a_lightning_checkpoint_is_read_whatever_the_attribute_is_called(name: str, tmp_path: Path) -> None:
-    """D10: after a real fit, with optimiser and loop state."""
+    """After a real fit, with optimiser and loop state."""
     assert_like_plain(trained(Tuning(name=name), tmp_path))
 
 
 def test_a_lightning_checkpoint_with_averaged_weights_gives_these(tmp_path: Path) -> None:
-    """D9, I12: its callback puts the average under ``state_dict`` and the raw weights beside it."""
+    """Its callback puts the average under ``state_dict`` and the raw weights beside it."""
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
     path = trained(Tuning(), tmp_path, EMAWeightAveraging())
@@ -169,7 +168,7 @@ def test_a_lightning_checkpoint_with_averaged_weights_gives_these(tmp_path: Path
 
 
 def test_a_lightning_module_with_a_teacher_holds_the_model_twice(tmp_path: Path) -> None:
-    """D9: the user must say which; giving the tensors of one is the remedy."""
+    """The user must say which; giving the tensors of one is the remedy."""
     path = trained(Tuning(teacher=True), tmp_path)
     with pytest.raises(CheckpointError, match=r"holds the model twice, as `model\..*and as `teacher\."):
         folded(path)
