@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from checkpoint_files import weights
 from safetensors.torch import save
 from tiny import Add, Tensors
 
@@ -231,3 +232,33 @@ def test_a_backbone_takes_its_revision_with_its_name(two_commits: Path) -> None:
     for backbone in (CLIPBackbone("owner/name@v1.0"), CLIPBackbone("owner/name", revision="v1.0")):
         assert backbone.folder().name == OLD
     assert re.fullmatch(f"{NEW}", CLIPBackbone("owner/name").folder().name)
+
+
+# paths
+
+
+def never(*args: object, **kwargs: object) -> None:
+    raise AssertionError("the hub was asked")
+
+
+def test_a_local_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.folder_of(tmp_path / "owner" / "name", weights())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", never)
+    assert sorted(open_checkpoint("owner/name")) == sorted(weights())
+
+
+@pytest.mark.parametrize(
+    "source", ["/no/such/folder", "./here", "../up", "one", "a/b/c", r"C:\models\x", "~/nowhere-x"]
+)
+def test_a_missing_path_is_refused_without_asking_the_hub(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", never)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_checkpoint(source)
+
+
+@pytest.mark.parametrize("source", ["runs/merged.safetensors", "out/last.ckpt"])
+def test_a_missing_file_with_the_ending_of_weights_is_no_hub_id(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", never)
+    with pytest.raises(CheckpointError, match=re.escape(source)):
+        open_checkpoint(source)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from checkpoint_files import in_folder
 from safetensors.torch import save_file
 from tiny import Add, Tensors
 from torch import nn
@@ -265,3 +266,35 @@ def test_factors_without_their_settings_are_named(tmp_path: Path) -> None:
     assert "merge_and_unload" in refusal(tmp_path / "adapter" / "adapter_model.safetensors")
     kohya = {"lora_unet_down_blocks_0.lora_down.weight": torch.zeros(2, 4)}
     assert "is a factor of an adapter" in refusal(kohya)
+
+
+# no weights at all
+
+LFS = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+    + b"4d7a214614ab2935c943f9e0ff69d22e" * 2
+    + b"\nsize 1234\n"
+)
+
+HTML = b"<!DOCTYPE html>\n<html><head><title>404</title></head><body>not found</body></html>\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_git_lfs_pointer_is_recognised(name: str, tmp_path: Path) -> None:
+    folder = in_folder(tmp_path, name, LFS)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.*git-lfs pointer of {len(LFS)} bytes.*git lfs pull"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("content", [HTML, HTML * 40, b"", b"\0", b"GGUF\x03\0\0\0" + bytes(60)], ids=repr)
+def test_no_weights_under_the_name_of_weights(name: str, content: bytes, tmp_path: Path) -> None:
+    """A web page, an empty file, another format; the file is named."""
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "broken" / name))):
+        open_checkpoint(in_folder(tmp_path, name, content))
+
+
+def test_a_gguf_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(60))
+    with pytest.raises(CheckpointError, match=r"model\.gguf.*GGUF.*float32, bfloat16 or float16"):
+        open_checkpoint(tmp_path / "model.gguf")

@@ -1,5 +1,12 @@
-"""Checkpoints as training loops leave them: wrappers, averages, containers; written by the libraries themselves."""
+"""Files of torch: no code is run, and training checkpoints are read as the libraries write them."""
 
+import argparse
+import pickle
+import random
+import re
+import sys
+import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,13 +15,150 @@ import lightning as L
 import pytest
 import tiny
 import torch
+from checkpoint_files import (
+    as_old_pt,
+    as_pt,
+    outcome,
+    weights,
+)
 from tiny import Add, Tensors
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
+from safemerge_pl.checkpoints import CheckpointError, match_names, open_checkpoint
 from safemerge_pl.merger import ContinualMerger
+
+
+class Touch:
+    """Unpickles by creating a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.ckpt", "model.pth", "pytorch_model.bin"])
+@pytest.mark.parametrize("how", ["torch", "torch, old format", "plain pickle"])
+def test_code_in_a_pickle_does_not_run(name: str, how: str, tmp_path: Path) -> None:
+    mark = tmp_path / "the code ran"
+    content = {"state_dict": weights(), "callbacks": Touch(mark)}
+    path = tmp_path / name
+    if how == "plain pickle":
+        path.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=how == "torch")
+    with pytest.raises(CheckpointError, match=r"cannot be read as plain tensors.*safetensors"):
+        open_checkpoint(path)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(tmp_path)  # as a folder, where its name is one that is looked for
+    assert not mark.exists()
+    torch.load(path, weights_only=False) if how != "plain pickle" else pickle.loads(path.read_bytes())
+    assert mark.exists()  # the file was dangerous
+
+
+def test_a_namespace_is_refused_in_a_sentence_that_names_it(tmp_path: Path) -> None:
+    torch.save({"state_dict": weights(), "args": argparse.Namespace(lr=1e-3)}, tmp_path / "old.pt")
+    with pytest.raises(CheckpointError, match=r"old\.pt.*Namespace.*safetensors\.$") as caught:
+        open_checkpoint(tmp_path / "old.pt")
+    assert not re.search(r"\n|\x1b|weights_only=False", str(caught.value))
+
+
+def test_a_whole_module_is_refused_and_its_code_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = types.ModuleType("throwaway_modeling")
+    kind = type("ImageEncoder", (nn.Linear,), {"__module__": home.__name__})
+    home.ImageEncoder = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    torch.save(kind(2, 2), tmp_path / "encoder.pt")
+    monkeypatch.delitem(sys.modules, home.__name__)
+    with pytest.raises(CheckpointError, match=r"encoder\.pt.*state dict.*safetensors") as caught:
+        open_checkpoint(tmp_path / "encoder.pt")
+    assert "No module named" not in str(caught.value)
+
+
+def test_a_torchscript_archive_is_recognised(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model\.pt.*TorchScript"):
+        open_checkpoint(tmp_path / "model.pt")
+
+
+def test_a_file_from_another_device_opens_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage says cuda:0."""
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    torch.save(weights(), tmp_path / "gpu.pt")
+    monkeypatch.undo()
+    assert open_checkpoint(tmp_path / "gpu.pt")["layer.weight"].device.type == "cpu"
+
+
+def test_a_checkpoint_that_lightning_wrote_opens(tmp_path: Path) -> None:
+    import lightning as L
+
+    class Wrapped(L.LightningModule):
+        def __init__(self, lr: float) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.model = tiny.hf_vision()
+
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    module = Wrapped(lr=0.1)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "task.ckpt")
+    checkpoint = open_checkpoint(tmp_path / "task.ckpt")
+    wanted = tiny.only_weights(tiny.tower())
+    found = match_names(wanted, checkpoint)
+    assert found == {name: f"model.{name}" for name in wanted}
+    assert torch.equal(checkpoint[found[wanted[0]]], module.state_dict()[found[wanted[0]]])
+
+
+@pytest.mark.parametrize("cut", [1, 10, 400])
+def test_a_pickle_cut_short_is_refused(cut: int, tmp_path: Path) -> None:
+    path = as_pt(weights(), tmp_path)
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        open_checkpoint(path)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("make", [as_pt, as_old_pt], ids=["zip", "old format"])
+def test_a_damaged_pickle_is_refused_or_read(make: Callable[[Tensors, Path], Path], tmp_path: Path) -> None:
+    path = make(weights(), tmp_path)
+    content, rng = path.read_bytes(), random.Random(0)
+    wrong, refused = [], 0
+    for trial in range(100):
+        data = bytearray(content)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(bytes(data[: rng.randrange(len(data))] if trial % 4 == 0 else data))
+        try:
+            refused += outcome(path) is None
+        except Exception as error:
+            wrong.append(f"{trial}: {type(error).__name__}: {str(error)[:80]}")
+    assert not wrong, f"{len(wrong)} of 100: " + "; ".join(wrong[:5])
+    assert refused > 20
+
+
+@pytest.mark.parametrize("content", [{}, {"lr": 0.1}, {"state_dict": {"a": 1}}])
+def test_a_mapping_without_tensors_is_refused(content: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="holds no tensors by name"):
+        open_checkpoint(content)
+
+
+def test_a_list_of_tensors_is_refused(tmp_path: Path) -> None:
+    torch.save([torch.zeros(1)], tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model\.pt holds no tensors by name"):
+        open_checkpoint(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("names", [("model", "model_ema"), ("state_dict", "state_dict_ema")])
+def test_raw_and_averaged_weights_in_one_file_are_not_chosen_silently(names: tuple[str, str], tmp_path: Path) -> None:
+    torch.save({name: tiny.tuned(weights(), seed) for seed, name in enumerate(names)}, tmp_path / "both.pt")
+    with pytest.raises(CheckpointError, match=names[1]):
+        open_checkpoint(tmp_path / "both.pt")
 
 
 def expert(build: Callable[[], nn.Module] = tiny.hf_vision) -> nn.Module:
