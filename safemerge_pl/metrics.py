@@ -90,7 +90,7 @@ class AccuracyMatrix(Metric):
         """
         self.update(step, accuracies)
         scores = self.at(step)
-        self._forward_cache: Any = scores
+        self._forward_cache: Any = scores  # where Lightning looks for the value of a step
         return scores
 
     def compute(self) -> dict[str, Tensor]:

@@ -327,7 +327,7 @@ def _bound(cell: Cell) -> dict[str, float]:
 
 
 _worker: dict[str, Any] = {}
-"""What a process of a study with several jobs holds: the study, its cells, a scorer a stream."""
+"""What a process of a study with several jobs holds: the study, its cells, one scorer per stream."""
 
 
 def _start_worker(blank: bytes, threads: int) -> None:

@@ -43,7 +43,7 @@ def differences(
 
 
 def settings(pretrained: Checkpoint, incoming: Checkpoint) -> Iterator[str]:
-    """Notes on settings that the weights do not show: same names and shapes, another function (L1)."""
+    """Notes on settings that the weights do not show: same names and shapes, another function."""
     ours, theirs = _network(pretrained), _network(incoming)
     for key in ours.keys() & theirs.keys():
         if ours[key] != theirs[key]:
@@ -63,7 +63,7 @@ def _network(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def tokenizers(pretrained: Checkpoint, parameters: Sequence[str], incoming: Checkpoint) -> Iterator[str]:
-    """A note if embeddings are merged and the tokenizers differ: rows may stand for other words (E5)."""
+    """A note if embeddings are merged and the tokenizers differ: rows may stand for other words."""
     if pretrained.folder is None or incoming.folder is None or not any(map(is_vocabulary, parameters)):
         return
     for name in _TOKENIZERS:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.layers import vision_only
-from safemerge_pl.checkpoints.adapted import BoundAdapter
+from safemerge_pl.checkpoints.adapted import BoundAdapter, bind
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Cut, Mismatch, differences, is_resized, settings, tokenizers
-from safemerge_pl.checkpoints.layouts import relaid
+from safemerge_pl.checkpoints.layouts import convert_layout
 from safemerge_pl.checkpoints.names import names_alike
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, match_names
 from safemerge_pl.checkpoints.values import require_dtype, require_finite
@@ -190,7 +190,7 @@ def bind_adapter(
     """
     if not isinstance(incoming, Adapter):
         return incoming
-    bound = incoming.bind(pretrained)
+    bound = bind(incoming, pretrained)
     bound.require_change(parameters, values=values)
     return bound
 
@@ -204,7 +204,7 @@ def _match(
     try:
         return incoming, match_names(parameters, incoming)
     except CheckpointError:
-        other = relaid(pretrained, parameters, incoming)
+        other = convert_layout(pretrained, parameters, incoming)
         if other is None:
             raise
         return other, {name: name for name in parameters}

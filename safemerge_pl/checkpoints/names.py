@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from safemerge_pl.architectures.embeddings import shared_names
+from safemerge_pl.architectures.families import WRAPPERS
 from safemerge_pl.architectures.layers import vision_only
 from safemerge_pl.checkpoints.tensors import Checkpoint
 from safemerge_pl.errors import CheckpointError
@@ -102,16 +103,12 @@ def _unwrapped(name: str) -> str:
     return re.sub(r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
 
 
-_TOWERS = {"vision_model", "visual", "image_encoder", "model", "backbone", "base_model", "transformer"}
-"""What a wanted name may lack in a checkpoint. Anything else at its start tells layers and towers apart."""
-
-
 def _prefix_pairs(targets: list[str], available: Mapping[str, str]) -> list[tuple[str, str]]:
     """Pairs (prefix to drop from the wanted names, prefix to put instead) that fit the first wanted name."""
     first, pairs = targets[0], []
     for match in re.finditer(r"^|\.", first):
         mine, core = first[: match.end()], first[match.end() :]
-        if not set(mine.split(".")[:-1]) <= _TOWERS or not all(target.startswith(mine) for target in targets):
+        if not set(mine.split(".")[:-1]) <= WRAPPERS or not all(target.startswith(mine) for target in targets):
             break
         theirs = [name[: -len(core)] for name in available if name == core or name.endswith("." + core)]
         pairs += [(mine, prefix) for prefix in theirs if not mine or not prefix.endswith(mine)]

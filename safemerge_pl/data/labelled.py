@@ -13,7 +13,7 @@ __all__ = ["LabelledSet", "SetScore"]
 
 
 class SetScore(ABC):
-    """How one set is scored: an answer an example, counts a batch, one number from the summed counts.
+    """How one set is scored: one answer per example, counts per batch, one number from the summed counts.
 
     Counts are sums, so that they can be added over batches and over processes in any order with one result.
     """

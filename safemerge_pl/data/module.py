@@ -21,15 +21,15 @@ class StreamDataModule(L.LightningDataModule, ABC):
     """Order of the tasks and their test sets; a kind of data says in :meth:`load_set` where a set comes from.
 
     During ``fit`` the loaders cover the tasks merged by the end of the epoch and all control sets; in ``validate`` and
-    ``test`` all tasks and control sets. There is one training batch an epoch, and it is empty: an epoch is a merge.
+    ``test`` all tasks and control sets. Each epoch is one merge and has one training batch, which is empty.
 
     Args:
         tasks: names, before shuffling.
         controls: names of the held-out control sets.
         order_seed: see :class:`safemerge_pl.data.stream.TaskStream`.
-        batch_size: images a batch.
+        batch_size: images per batch.
         num_workers: processes that decode images; 0 decodes in the main process.
-        keep_in_memory: keep preprocessed images, so that each is decoded once a run. Off for large sets.
+        keep_in_memory: keep preprocessed images, so that each is decoded once per run. Off for large sets.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StreamDataModule(L.LightningDataModule, ABC):
         """Open every set, so that all that are missing are known before the stream starts.
 
         Raises:
-            ValueError: with a line for every set that cannot be opened.
+            ValueError: with one line for every set that cannot be opened.
         """
         problems = []
         for name in (*self.stream, *self.controls):
@@ -101,7 +101,7 @@ class StreamDataModule(L.LightningDataModule, ABC):
         return self.loaders((*self.stream, *self.controls))
 
     def loaders(self, names: Sequence[str]) -> list[DataLoader[Any]]:
-        """One loader a set; remembers the names in ``eval_names``."""
+        """One loader per set; remembers the names in ``eval_names``."""
         self.eval_names = tuple(names)
         return [self.loader(name) for name in names]
 

@@ -1,4 +1,4 @@
-"""Text sets: a prompt an example, scored by what the model writes."""
+"""Text sets: one prompt per example, scored by what the model writes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class _TextScore(SetScore):
 
 
 class ExactMatchScore(_TextScore):
-    """Share of answers that equal the right one to the letter (METHODS 14)."""
+    """Share of answers that equal the right one to the letter: case and spaces count."""
 
     def zero(self) -> Tensor:
         """Right answers and examples, ``(2,)``."""

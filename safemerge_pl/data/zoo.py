@@ -16,7 +16,7 @@ class ZooData(StreamDataModule):
         tasks: names in the zoo; all eight if left out, or the length of one of the zoo's streams.
         controls: held-out sets; the zoo's three probes if left out.
         order_seed: see :class:`safemerge_pl.data.stream.TaskStream`.
-        batch_size: images a batch.
+        batch_size: images per batch.
         extra_zoo: folder with more tasks in the zoo's layout.
 
     Example:

@@ -9,8 +9,8 @@ from functools import cached_property
 from safemerge_pl.architectures.embeddings import is_embedding
 from safemerge_pl.architectures.layers import (
     MergeLayer,
+    find_unknown,
     known_layers,
-    passed_over,
     select_layers,
     vision_only,
 )
@@ -102,7 +102,7 @@ def plan_merge(checkpoint: Checkpoint, method: MergeMethod, patterns: Sequence[s
     layers = select_layers(mergeable, patterns, method.scope)
     taken = {layer.parameter for layer in layers} | aliases.keys()
     others = _find_others(checkpoint, taken, patterns) if method.merges_rest else []
-    unknown = [] if others or patterns else passed_over(layers, mergeable)  # what was chosen by name needs no note
+    unknown = [] if others or patterns else find_unknown(layers, mergeable)  # what was chosen by name needs no note
     notes = unknown and [
         f"of no known kind and left pretrained: {len(unknown)} of the matrices in its blocks, first `{unknown[0]}`; if "
         "they matter, name the matrices to merge with `layers`"

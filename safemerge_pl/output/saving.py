@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.layers import vision_only
-from safemerge_pl.checkpoints.layouts import pieces_of, relaid
+from safemerge_pl.architectures.pieces import pieces_of
+from safemerge_pl.checkpoints.layouts import convert_layout
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, match_names, open_checkpoint
 from safemerge_pl.checkpoints.tensors import View, tied_names
 from safemerge_pl.checkpoints.values import require_values
@@ -175,7 +176,7 @@ def _in_layout_of(
     units = {unit.name for unit in plan.units}
     parts = {name: {part.name for part in pieces_of(name, base.shape(name))} & units for name in vision_only(base)}
     wanted = [name for name, found in parts.items() if found]
-    other = relaid(base, wanted, merged) if units == set().union(*parts.values()) else None
+    other = convert_layout(base, wanted, merged) if units == set().union(*parts.values()) else None
     if other is None or any(other.shape(name) != base.shape(name) for name in wanted):
         raise reason
     return {name: name for name in wanted}, other

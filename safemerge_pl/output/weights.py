@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.checkpoints.open import CheckpointError
-from safemerge_pl.checkpoints.tensors import DTYPES
+from safemerge_pl.checkpoints.safetensors_files import DTYPES
 
 __all__ = ["TensorSpec", "parse_size", "write_weights"]
 

@@ -1,7 +1,7 @@
 """What a run leaves behind: tables, figures and machine-readable files, from plain rows.
 
 A *report* is a dictionary of plain values: ``tasks``, ``controls``, ``method``, ``references`` (name -> row) and
-``steps`` (one row a merge). A row has ``ACC``, ``Gen``, ``H``, ``BWT`` where defined and ``accuracies`` by set, all
+``steps`` (one row per merge). A row has ``ACC``, ``Gen``, ``H``, ``BWT`` where defined and ``accuracies`` by set, all
 shares in [0, 1].
 """
 

@@ -1,4 +1,4 @@
-"""Score the weights that a backbone holds: counts a batch, summed over batches and processes, then one number a set."""
+"""Score the weights that a backbone holds: counts are summed over batches and processes, then give a score per set."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.data.labelled import SetScore
 from safemerge_pl.data.module import StreamDataModule
-from safemerge_pl.scoring.disk_cache import keep_score, kept_score, place_of_score
+from safemerge_pl.scoring.disk_cache import keep_score, read_score, score_file
 from safemerge_pl.scoring.weights import evaluating
 
 __all__ = ["Scorer"]
@@ -68,13 +68,13 @@ class Scorer:
         trainer = self.data.trainer
         precision = nullcontext() if trainer is None else trainer.precision_plugin.val_step_context()
         alone = trainer is None or (trainer.world_size == 1 and trainer.precision == "32-true")
-        kept = place_of_score(self.backbone, self.data.labelled_set(name)) if alone else None
-        known = kept_score(kept)
+        file = score_file(self.backbone, self.data.labelled_set(name)) if alone else None
+        known = read_score(file)
         if known is not None:
             return known
         with evaluating(self.backbone), precision:
             for batch in self.data.loader(name, self.backbone):
                 self.count(name, move_data_to_device(batch, device))
         score = self.take(name)[0]
-        keep_score(kept, score)
+        keep_score(file, score)
         return score

@@ -10,8 +10,8 @@ import tiny
 import torch
 from tiny_families import DECODER, FAMILIES, Shapes, hf, in_memory, llava, on_disk, shifted
 
-from safemerge_pl.architectures.families import block_of, known
-from safemerge_pl.architectures.layers import passed_over, select_layers, vision_only
+from safemerge_pl.architectures.families import block_of, is_known
+from safemerge_pl.architectures.layers import find_unknown, select_layers, vision_only
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
@@ -30,7 +30,7 @@ def parts(shapes: Shapes) -> set[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_of_a_block_is_merged_or_left_on_purpose(family: str, tmp_path: Path) -> None:
-    """L5: no family is merged by half without a word."""
+    """No family is merged by half without a word."""
     build, merged, left = FAMILIES[family]
     shapes = on_disk(build(), tmp_path)
     layers = select_layers(shapes)
@@ -40,7 +40,7 @@ def test_every_matrix_of_a_block_is_merged_or_left_on_purpose(family: str, tmp_p
     places = {re.sub(r"^.*(?:layers?|blocks?|h)\.\d+\.|\.weight$", "", name) for name in others}
     assert {place for place in places if "relative_position" not in place} <= left
     assert others, "the output side of the feed-forward stays pretrained"
-    assert passed_over(layers, shapes) == []
+    assert find_unknown(layers, shapes) == []
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"Mixtral", "Qwen2-MoE", "DeepSeek-V3"}))
@@ -52,7 +52,7 @@ def test_a_model_in_memory_has_the_canonical_names_of_its_file(family: str, tmp_
 
 
 def test_fused_heads_of_unequal_number_are_cut_where_the_model_cuts_them() -> None:
-    """L6: Phi-3 has q of all heads, then k and v of fewer."""
+    """Phi-3 has q of all heads, then k and v of fewer."""
     model: Any = hf("Phi3ForCausalLM", **DECODER)()
     layers = {layer.name: layer for layer in select_layers(in_memory(model))}
     rows = {part: layers[f"model.0.{part}"].rows for part in ("q", "k", "v", "gate", "up")}
@@ -74,7 +74,7 @@ def test_fused_heads_of_unequal_number_are_cut_where_the_model_cuts_them() -> No
     ],
 )
 def test_heads_fused_in_an_order_that_the_name_does_not_tell_are_refused(name: str, shape: tuple[int, int]) -> None:
-    """L6; the way out takes the matrix whole."""
+    """The way out takes the matrix whole."""
     shapes = {name: shape, "transformer.h.0.mlp.dense_h_to_4h.weight": (64, 16)}
     with pytest.raises(ValueError, match=rf"`{re.escape(name)}` holds q, k and v .*`layers`"):
         select_layers(shapes)
@@ -88,7 +88,7 @@ def test_gpt_neo_shares_a_name_with_gpt2_but_stores_it_upright() -> None:
 
 
 def test_of_a_vision_language_model_both_sides_are_merged(tmp_path: Path) -> None:
-    """A CLIP's text tower stays out (L3); a language model that a vision tower feeds is what was fine-tuned."""
+    """A CLIP's text tower stays out; a language model that a vision tower feeds is what was fine-tuned."""
     model = llava()
     for shapes in (in_memory(model), on_disk(model, tmp_path)):
         towers = {layer.name.partition(".")[0] for layer in select_layers(shapes)}
@@ -108,7 +108,6 @@ def test_of_a_vision_language_model_both_sides_are_merged(tmp_path: Path) -> Non
     ],
 )
 def test_a_text_tower_stays_out_and_a_language_model_does_not(names: list[str], towers: int) -> None:
-    """L3."""
     assert len(vision_only([f"{name}.0.mlp.fc1.weight" for name in names])) == towers
 
 
@@ -118,7 +117,7 @@ def test_a_text_tower_stays_out_and_a_language_model_does_not(names: list[str], 
     ids=["LLaVA", "ViT", "DINOv2", "Swin"],
 )
 def test_a_model_in_memory_and_its_file_give_one_merge(build: Callable[[], Any], tmp_path: Path) -> None:
-    """D4: transformers 5 has other names in memory than in files."""
+    """Transformers 5 has other names in memory than in files."""
     base, expert = build(), shifted(build())
     base.save_pretrained(tmp_path / "base")
     expert.save_pretrained(tmp_path / "expert")
@@ -191,7 +190,7 @@ def test_factors_for_the_language_model_of_a_vision_language_model_find_their_pl
 
 
 def test_a_table_of_position_biases_is_no_linear_layer() -> None:
-    """L4: Swin's are looked up."""
+    """Swin's are looked up."""
     shapes = in_memory(FAMILIES["Swin"][0]())
     assert any("bias_table" in name for name in shapes)
     assert not any("bias_table" in layer.parameter for layer in select_layers(shapes, scope="linear"))
@@ -203,7 +202,7 @@ def test_encoder_and_decoder_are_called_so() -> None:
 
 
 def test_what_is_passed_over_is_said_at_the_first_fold_and_only_then() -> None:
-    """L7: packed experts of a model in memory."""
+    """Packed experts of a model in memory."""
     model = FAMILIES["Mixtral"][0]()
     tuned = tiny.tuned(model.state_dict(), 1)
     merger = ContinualMerger(model, tiny.fast_method())
@@ -234,4 +233,4 @@ def test_a_merged_folder_loads_with_the_family_s_own_class(family: str, tmp_path
     "name", ["layers.0.mixer.conv1d.weight", "layers.0.input_layernorm.weight", "layers.0.mlp.router.weight"]
 )
 def test_what_is_no_matrix_is_not_reported(name: str) -> None:
-    assert known(name, (8, 8))
+    assert is_known(name, (8, 8))

@@ -54,7 +54,6 @@ def test_a_vision_tower_has_the_same_canonical_names_in_every_library(build: Cal
 
 
 def test_the_vision_model_prefix_that_came_and_went_does_not_matter() -> None:
-    """D4."""
     bare = select_layers(shapes_of(tiny.hf_vision()))
     legacy = select_layers({f"vision_model.{name}": shape for name, shape in shapes_of(tiny.hf_vision()).items()})
     assert [layer.name for layer in legacy] == [layer.name for layer in bare]
@@ -65,19 +64,18 @@ def test_the_vision_model_prefix_that_came_and_went_does_not_matter() -> None:
     ("build", "tower"), [(tiny.hf_clip, "vision_model."), (tiny.open_clip_model, "visual.")], ids=["hf", "open_clip"]
 )
 def test_only_the_vision_tower_of_two_is_merged(build: Callable[[], nn.Module], tower: str) -> None:
-    """L3."""
     assert all(layer.parameter.startswith(tower) for layer in selected(build()).values())
 
 
 def test_clip_merges_attention_and_the_first_feed_forward_matrix_only() -> None:
-    """METHODS 9.1; E8: the patch embedding is a convolution and stays out, and so do position embeddings."""
+    """The patch embedding is a convolution and stays out, and so do position embeddings."""
     parts = {layer.parameter.split(".", 3)[3] for layer in selected(tiny.hf_vision()).values()}
     attention = {f"self_attn.{part}_proj.weight" for part in ("q", "k", "v", "out")}
     assert parts == attention | {"mlp.fc1.weight"}
 
 
 def test_gated_t5_merges_all_attention_and_both_input_matrices() -> None:
-    """L4: no bias table, no embedding; L5: wi_0 and wi_1, never wo."""
+    """No bias table, no embedding; wi_0 and wi_1, never wo."""
     layers = selected(tiny.hf_t5("gated-gelu"))
     expected = {
         f"encoder.{i}.{part}" for i in (0, 1) for part in ("self.q", "self.k", "self.v", "self.o", "wi_0", "wi_1")
@@ -89,7 +87,6 @@ def test_gated_t5_merges_all_attention_and_both_input_matrices() -> None:
 
 
 def test_ungated_t5_merges_its_one_input_matrix() -> None:
-    """L5."""
     assert {name for name in selected(tiny.hf_t5("relu")) if "wi" in name} == {
         "encoder.0.wi",
         "encoder.1.wi",
@@ -98,7 +95,6 @@ def test_ungated_t5_merges_its_one_input_matrix() -> None:
 
 
 def test_grouped_query_attention_keeps_its_unequal_heights() -> None:
-    """L6."""
     layers = selected(tiny.hf_llama())
     found = {name: layer.shape for name, layer in layers.items() if name.startswith("model.1.")}
     assert found == {
@@ -112,7 +108,6 @@ def test_grouped_query_attention_keeps_its_unequal_heights() -> None:
 
 
 def test_packed_experts_are_left_alone_and_refused_when_asked_for() -> None:
-    """L7."""
     model = tiny.hf_mixtral()
     assert set(selected(model)) == {"model.0.q", "model.0.k", "model.0.v", "model.0.out"}
     with pytest.raises(ValueError, match="layers"):
@@ -120,7 +115,7 @@ def test_packed_experts_are_left_alone_and_refused_when_asked_for() -> None:
 
 
 def test_gpt2_weights_are_turned_upright() -> None:
-    """E7: an upright view is what nn.Linear holds, checked against the library's own forward pass."""
+    """An upright view is what nn.Linear holds, checked against the library's own forward pass."""
     model = tiny.hf_gpt2()
     layers = selected(model)
     assert layers["model.0.up"].shape == (32, 8)
@@ -176,7 +171,7 @@ def test_a_transposed_fused_view_shares_memory_and_lands_in_the_right_columns() 
 
 
 def test_a_fused_matrix_that_has_no_three_equal_parts_is_refused() -> None:
-    """L6: grouped heads in a fused matrix."""
+    """Grouped heads in a fused matrix."""
     with pytest.raises(ValueError, match=r"blocks\.0\.attn\.qkv\.weight.*\(8, 4\).*3 equal parts"):
         select_layers({"blocks.0.attn.qkv.weight": (8, 4)})
 
@@ -205,7 +200,6 @@ def test_custom_patterns_still_split_and_turn_what_a_family_fuses() -> None:
 
 
 def test_custom_patterns_take_any_matrix_of_an_unknown_model_but_no_vector_or_kernel() -> None:
-    """E8."""
     model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Linear(4, 6))
     assert [layer.name for layer in selected(model, ["*"]).values()] == ["2"]
     with pytest.raises(ValueError, match="layers"):
