@@ -1,4 +1,6 @@
-"""How families of models name and lay out the matrices of a block: a table of patterns over parameter names.
+"""What families of models call their towers, blocks and matrices, and how they store these.
+
+A further family takes rules here, and nothing elsewhere but a name in ``embeddings`` if it calls a table by a new one.
 
 A pattern has the groups that its canonical names are made of: ``i``, the block; ``k``, the part; ``e``, the expert.
 """
@@ -153,18 +155,18 @@ _LEFT = re.compile(
     r"(?:fc2|linear2|linear_fc2|lin2|fc_out|down_proj|c_proj|w2|mlp\.w3|wo|Wo|weights_out|output\.dense|output_dense"
     r"|dense_4h_to_h|downsample\.reduction)\.weight$"
 )
-"""Left pretrained on purpose: the output side of the feed-forward, and what joins two stages."""
+"""Matrices left pretrained on purpose: the output side of the feed-forward, and those between two stages."""
 
 _NO_MATRIX = re.compile(r"norm|bias|conv|router|(?:^|[._])gate\.weight$")
 """2-D tensors of a block that choose or normalise; those that are looked up are embeddings."""
 
 
 def rule_for(parameter: str, shape: Sequence[int] | None = None) -> tuple[Rule, dict[str, str]] | None:
-    """The rule that a parameter falls under and the groups of its name; ``None`` for any other parameter.
+    """Find the rule for a parameter and the groups of its name; ``None`` if there is none.
 
     Args:
         parameter: its name.
-        shape: as stored; left out, the name alone decides.
+        shape: as stored; if it is left out, the name alone decides.
 
     Example:
         >>> rule_for("vit.encoder.layer.3.attention.attention.query.weight")[1]
@@ -185,14 +187,14 @@ def _rules_by_name(parameter: str) -> list[tuple[Rule, dict[str, str]]]:
 
 
 def _fits(rule: Rule, parameter: str, shape: Sequence[int]) -> bool:
-    """GPT-2's names are also those of GPT-Neo, GPTBigCode and Qwen, which store theirs upright."""
+    """Tell GPT-2's transposed matrices from those of GPT-Neo, GPTBigCode and Qwen, which have the same names."""
     if not rule.transposed or parameter.endswith("c_proj.weight"):
         return True
     return shape[1] == 3 * shape[0] if len(rule.names) > 1 else shape[0] < shape[1]
 
 
 def block_of(parameter: str) -> re.Match[str] | None:
-    """Where a name says which of a stack of blocks it belongs to (group ``i``); ``None`` outside of blocks.
+    """Find where a name says which block it belongs to (group ``i``); ``None`` outside of blocks.
 
     Example:
         >>> block_of("visual.transformer.resblocks.3.ln_1.bias")["i"], block_of("visual.ln_pre.bias")
@@ -202,7 +204,7 @@ def block_of(parameter: str) -> re.Match[str] | None:
 
 
 def is_known(parameter: str, shape: Sequence[int]) -> bool:
-    """Whether it is clear what a block's tensor is: merged, left pretrained on purpose, or no matrix at all.
+    """Whether it is known what a block's tensor is: merged, left pretrained on purpose, or no matrix at all.
 
     Example:
         >>> is_known("h.0.mlp.fc_out.weight", (8, 32)), is_known("layers.0.mixer.in_proj.weight", (64, 8))
@@ -216,7 +218,7 @@ def is_known(parameter: str, shape: Sequence[int]) -> bool:
 
 
 def unknown_fusion(parameter: str) -> bool:
-    """Whether a block's matrix holds q, k and v in an order that its name does not tell.
+    """Whether a block's matrix holds q, k and v in an order that cannot be told from its name.
 
     Example:
         >>> unknown_fusion("gpt_neox.layers.0.attention.query_key_value.weight")
@@ -246,7 +248,7 @@ def in_text(parameter: str) -> bool:
 
 
 def tower(parameter: str) -> str:
-    """``vision``, ``text``, ``decoder`` or ``model``: the tower a parameter belongs to, the same in every library.
+    """Name a parameter's tower as in every library: ``vision``, ``text``, ``decoder`` or ``model``.
 
     A bare tower (``encoder.layers...`` of transformers 5) counts as vision: text towers alone are never merged.
 

@@ -67,7 +67,7 @@ class MergeLayer:
         return math.prod(self.shape)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The upright ``(d_out, d_in)`` matrix inside ``tensor``, without a copy.
+        """View the upright ``(d_out, d_in)`` matrix inside ``tensor``, without a copy.
 
         Example:
             >>> import torch
@@ -112,12 +112,8 @@ def select_layers(
         for name in vision_only(shapes)
         if scope != "linear" or not is_embedding(name)
     }
-    for name in found if not everything else ():
-        if not found[name] and len(shapes[name]) == 2 and unknown_fusion(name):
-            raise ValueError(
-                f"`{name}` holds q, k and v in an order that differs between models of this name; name the matrices to "
-                "merge with `layers`, where it is taken whole."
-            )
+    if not everything:
+        _require_known_order(name for name, parts in found.items() if not parts and len(shapes[name]) == 2)
     for pattern in patterns or ():
         if not any(found[name] for name in found if fnmatch.fnmatchcase(name, pattern)):
             raise ValueError(
@@ -134,13 +130,24 @@ def select_layers(
             f"none of the {len(shapes)} parameters is an attention or feed-forward matrix of a known family (CLIP, "
             "ViT, BERT, T5, Llama, GPT-2, ...); name the matrices to merge with `layers`, e.g. ['*.q_proj.weight']."
         )
-    return _distinct(layers)
+    return _make_distinct(layers)
 
 
-def _distinct(layers: list[MergeLayer]) -> list[MergeLayer]:
-    """Two towers of one unknown kind would share canonical names; then the parameter's own name is taken.
+def _require_known_order(names: Iterable[str]) -> None:
+    """Refuse matrices that hold q, k and v in an order that cannot be told from their names."""
+    for name in names:
+        if unknown_fusion(name):
+            raise ValueError(
+                f"`{name}` holds q, k and v in an order that differs between models of this name; name the matrices to "
+                "merge with `layers`, where it is taken whole."
+            )
 
-    Beside a decoder a bare ``encoder`` is no vision tower.
+
+def _make_distinct(layers: list[MergeLayer]) -> list[MergeLayer]:
+    """Give each layer a name of its own.
+
+    Two towers of one unknown kind would share canonical names, so their layers are called after their parameters.
+    Beside a decoder, a bare ``encoder`` is the encoder, not a vision tower.
     """
     if any(layer.name.startswith("decoder.") for layer in layers):
         layers = [replace(layer, name=re.sub(r"^vision\.", "encoder.", layer.name)) for layer in layers]
@@ -154,7 +161,9 @@ def _distinct(layers: list[MergeLayer]) -> list[MergeLayer]:
 
 
 def vision_only(names: Iterable[str]) -> list[str]:
-    """The names of the vision tower where there is one, else all names; all too where a language model stands beside.
+    """Keep the names of the vision tower if there is one, else all names.
+
+    All names are kept too if the vision tower feeds a language model, which was fine-tuned with it.
 
     Example:
         >>> vision_only(["vision_model.a", "text_model.a", "logit_scale"]), vision_only(["encoder.a"])
@@ -169,7 +178,7 @@ def vision_only(names: Iterable[str]) -> list[str]:
 
 
 def find_unknown(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Matrices in the blocks of a model that are of no known kind and not among the layers to merge.
+    """Find the matrices in the blocks of a model that are of no known kind and not among the layers to merge.
 
     Example:
         >>> find_unknown([], {"layers.0.mixer.in_proj.weight": (8, 4), "layers.0.mlp.fc2.weight": (4, 8)})
@@ -184,7 +193,7 @@ def find_unknown(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int
 
 
 def known_layers(names: Iterable[str]) -> list[str]:
-    """Names that hold a layer of a known family.
+    """Keep the names that hold a layer of a known family.
 
     Example:
         >>> known_layers(["blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight"])
@@ -194,7 +203,7 @@ def known_layers(names: Iterable[str]) -> list[str]:
 
 
 def parts_of(parameter: str, shape: Sequence[int]) -> list[MergeLayer]:
-    """The layers of a known family inside one parameter, merged by default or not; none for any other parameter.
+    """List the layers of a known family inside one parameter, merged by default or not; none for any other parameter.
 
     Example:
         >>> [part.rows for part in parts_of("visual.transformer.resblocks.0.attn.in_proj_weight", (6, 2))]
@@ -204,10 +213,16 @@ def parts_of(parameter: str, shape: Sequence[int]) -> list[MergeLayer]:
 
 
 def split_rows(rule: Rule, parameter: str, rows: int, columns: int) -> list[int]:
-    """Split the rows of an upright matrix among a rule's names.
+    """Split the rows of a fused matrix among its parts.
+
+    Args:
+        rule: names the parts.
+        parameter: name of the matrix, for the message.
+        rows: number of rows of the upright matrix, ``d_out``.
+        columns: number of its columns, ``d_in``.
 
     Returns:
-        How many belong to each.
+        How many rows belong to each part.
 
     Raises:
         ValueError: if they cannot be shared out.
@@ -226,7 +241,7 @@ def split_rows(rule: Rule, parameter: str, rows: int, columns: int) -> list[int]
 
 
 def _layers_of(parameter: str, shape: tuple[int, ...], *, keep_unknown: bool, wide: bool) -> list[MergeLayer]:
-    """The layers inside one parameter; empty if it is none of a known family and ``keep_unknown`` is off."""
+    """List the layers inside one parameter; none if it is of no known family and ``keep_unknown`` is off."""
     found = rule_for(parameter, shape)
     if found is None or (found[0].wide and not wide):
         plain = keep_unknown and len(shape) == 2

@@ -7,11 +7,11 @@ __all__ = ["pieces_of"]
 
 
 def pieces_of(name: str, shape: tuple[int, ...]) -> list[MergeLayer]:
-    """The pieces of one tensor under their canonical names; none if it is not known.
+    """List the pieces of one tensor under their canonical names; none if the tensor is not known.
 
     Args:
-        name: the tensor's.
-        shape: as stored.
+        name: name of the tensor.
+        shape: its shape as stored.
 
     Example:
         >>> [(piece.name, piece.rows) for piece in pieces_of("visual.transformer.resblocks.0.attn.in_proj_bias", (6,))]

@@ -1,4 +1,4 @@
-"""Settings of a PEFT adapter: which of them are worked in, and which are refused by name."""
+"""Read the settings of a PEFT adapter, and refuse by name what would change its meaning and is not known here."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
 
 
 def value_by_pattern(pattern: Mapping[str, int] | None, module: str, default: int) -> int:
-    """The value of the first pattern that a module's path ends with, as peft reads them."""
+    """Give the value of the first pattern that a module's path ends with, as peft does; else the default."""
     for key, value in (pattern or {}).items():
         if re.match(rf"(?:.*\.)?(?:{key})$", module):
             return value

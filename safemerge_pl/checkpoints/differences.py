@@ -1,4 +1,4 @@
-"""What an incoming model differs in beside its merged layers: image size, vocabulary, settings, provenance."""
+"""Find what else an incoming model differs in: image size, vocabulary, settings, tokenizer, origin."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,11 @@ _UNLIKE = 0.2
 def differences(
     pretrained: Checkpoint, others: Mapping[str, str], incoming: Checkpoint, on_mismatch: Mismatch
 ) -> Iterator[str]:
-    """Notes on tensors that are not merged and have another shape; an error if they tell of another image size."""
+    """Note tensors that are not merged and have another shape; refuse them if they tell of another image size.
+
+    Raises:
+        CheckpointError: if a table of positions has another length and ``on_mismatch`` is ``"error"``.
+    """
     for name, theirs in others.items():
         ours, found = pretrained.shape(name), incoming.shape(theirs)
         same = [size for size in ours if size != 1] == [size for size in found if size != 1]
@@ -43,7 +47,7 @@ def differences(
 
 
 def settings(pretrained: Checkpoint, incoming: Checkpoint) -> Iterator[str]:
-    """Notes on settings that the weights do not show: same names and shapes, another function."""
+    """Note settings that do not show in the weights: same names and shapes, another function."""
     ours, theirs = _network(pretrained), _network(incoming)
     for key in ours.keys() & theirs.keys():
         if ours[key] != theirs[key]:
@@ -63,7 +67,7 @@ def _network(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def tokenizers(pretrained: Checkpoint, parameters: Sequence[str], incoming: Checkpoint) -> Iterator[str]:
-    """A note if embeddings are merged and the tokenizers differ: rows may stand for other words."""
+    """Note that embeddings are merged and the tokenizers differ: rows may stand for other words."""
     if pretrained.folder is None or incoming.folder is None or not any(map(is_vocabulary, parameters)):
         return
     for name in _TOKENIZERS:
@@ -86,7 +90,7 @@ class Likeness:
         self._products: dict[str, list[float]] = {}
 
     def add(self, name: str, tensor: Tensor) -> Tensor:
-        """Look at a tensor that is read anyway, on any thread, and hand it on."""
+        """Take in a tensor that is read anyway, on any thread, and return it."""
         if name in self._looked_at:
             found = torch.zeros(3, dtype=torch.float64)
             for part in zip(*map(flat_parts, (self._pretrained[name].detach(), tensor.detach())), strict=True):
@@ -96,7 +100,7 @@ class Likeness:
         return tensor
 
     def notes(self) -> tuple[str, ...]:
-        """A sentence if the models have nothing in common."""
+        """Say so if the models have nothing in common."""
         dot, ours, theirs = (sum(column) for column in zip(*self._products.values(), strict=True))
         norms = math.sqrt(ours * theirs)
         if not norms or dot / norms >= _UNLIKE:

@@ -1,4 +1,4 @@
-"""One model in the layout of another library: tensors cut, joined and turned by their canonical names."""
+"""Convert a model to the layout of another library: cut, join and transpose its tensors by their canonical names."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ __all__ = ["convert_layout", "layer_index"]
 
 
 def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) -> Checkpoint | None:
-    """An incoming model of another library (open_clip for transformers, ...) under the pretrained model's names.
+    """Convert an incoming model of another library (open_clip for transformers, ...) to the pretrained model's layout.
 
     Args:
         pretrained: the model whose names are wanted.
@@ -40,8 +40,8 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
     theirs = layer_index(incoming)
     parts = {name: pieces_of(name, pretrained.shape(name)) for name in vision_only(pretrained)}
     blocks = [name for name in wanted if block_of(name) and parts[name]]
-    locals_, towers = {_local(name) for name in incoming}, {tower(name) for name in blocks}
-    same = all(_local(name) in locals_ for name in blocks)
+    locals_, towers = {_local_name(name) for name in incoming}, {tower(name) for name in blocks}
+    same = all(_local_name(name) in locals_ for name in blocks)
     if same and len(towers) < 2:  # a prefix that is not known; several towers may each have one
         return None
     if any(part.name not in theirs for name in blocks for part in parts[name]):
@@ -61,7 +61,7 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
 
 
 def layer_index(checkpoint: Checkpoint) -> dict[str, MergeLayer]:
-    """Where a model keeps each canonical piece that it has once; empty if it holds several towers of one kind.
+    """Find where a model keeps each canonical piece that it has once; empty if it holds several towers of one kind.
 
     Example:
         >>> from safemerge_pl.checkpoints.tensors import Memory
@@ -93,7 +93,7 @@ class _Converted(Checkpoint):
         pieces = self._pieces[name]
         found = [theirs.view(self._incoming[theirs.parameter]) for _, theirs in pieces]
         if len(found) == 1 and not pieces[0][0].transposed:
-            return _squeezed(found[0], pieces[0][0].shape)
+            return _squeeze(found[0], pieces[0][0].shape)
         whole = torch.cat(found)
         return whole.T if pieces[0][0].transposed else whole
 
@@ -117,20 +117,20 @@ class _Converted(Checkpoint):
         return self._incoming.dtype(self._pieces[name][0][1].parameter)
 
 
-def _local(name: str) -> str:
-    """A name from its block on, or its last part."""
+def _local_name(name: str) -> str:
+    """Cut off what stands before a name's block; without a block, all but the last part."""
     block = block_of(name)
     return name[block.start() :].lstrip(".") if block else name
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Equal but for leading dimensions of one."""
-    return tuple(_trimmed(shape)) == tuple(_trimmed(wanted))
+    """Whether two shapes are equal but for leading dimensions of one."""
+    return tuple(_trim(shape)) == tuple(_trim(wanted))
 
 
-def _trimmed(shape: Sequence[int]) -> Sequence[int]:
-    return _trimmed(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
+def _trim(shape: Sequence[int]) -> Sequence[int]:
+    return _trim(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
 
 
-def _squeezed(tensor: Tensor, wanted: tuple[int, ...]) -> Tensor:
+def _squeeze(tensor: Tensor, wanted: tuple[int, ...]) -> Tensor:
     return tensor.reshape(wanted) if _fits(tuple(tensor.shape), wanted) else tensor

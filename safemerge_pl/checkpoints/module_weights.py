@@ -1,4 +1,4 @@
-"""The weights of a module, from a checkpoint of the model that it was made from."""
+"""Read the weights of a module from a checkpoint of the model that it was made from."""
 
 import sys
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def read_for_module(module: nn.Module, tensors: Mapping[str, Tensor], source: So
 
 
 def _as_in_memory(module: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """A folder read by the module's own class: transformers gives some models other names in memory than in files."""
+    """Read a folder with the module's own class: transformers gives some models other names in memory than in files."""
     transformers = sys.modules.get("transformers")  # never imported: a module of its classes has done so
     if transformers is None or not isinstance(module, transformers.PreTrainedModel) or checkpoint.folder is None:
         return checkpoint

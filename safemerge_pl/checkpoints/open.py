@@ -34,7 +34,7 @@ _WEIGHT_FILES = (
     "pytorch_model.bin",
     "open_clip_pytorch_model.bin",
 )
-"""Looked for in a folder in this order: safetensors win over pickles."""
+"""Looked for in a folder in this order: safetensors are preferred to pickles."""
 
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -136,7 +136,7 @@ def _open_file(path: Path, source: str, folder: Path | None) -> Checkpoint:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor name -> shard file name of an index, with every missing shard named at once."""
+    """Read which tensor is in which shard from an index; every missing shard is named at once."""
     try:
         entries: dict[str, str] = json.loads(index.read_text())["weight_map"]
         names = sorted({Path(name).name for name in entries.values() if name})

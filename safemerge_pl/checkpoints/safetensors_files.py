@@ -1,4 +1,4 @@
-"""Tensors out of safetensors files: shapes and dtypes from the headers, values when they are asked for."""
+"""Read safetensors files: shapes and dtypes from their headers, values when they are asked for."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -69,7 +69,7 @@ class Safetensors(Checkpoint):
 
 
 def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype code of every tensor of a safetensors file; the library checks the header against the size."""
+    """Read shape and dtype code of every tensor of a file; the library checks the header against the file's size."""
     from safetensors import SafetensorError, safe_open
 
     refuse_impostor(path)

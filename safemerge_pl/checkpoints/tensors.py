@@ -32,7 +32,7 @@ class Checkpoint(Mapping[str, Tensor]):
     Attributes:
         source: where it came from, for messages and reports.
         folder: the folder it was found in, ``None`` for anything else.
-        notes: what the user should know about how it was read, a sentence each.
+        notes: what the user should know about how it was read, one sentence each.
     """
 
     source: str
@@ -64,7 +64,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 class View(Checkpoint):
-    """Another model seen anew: whatever is not overridden is as it is there.
+    """A model that differs from another in what it overrides.
 
     Args:
         under: the other model.
@@ -188,18 +188,18 @@ def tied_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and the SHA-256 of each tensor's bytes, as 64 hexadecimal digits.
+    """Hash names, dtypes, shapes and the SHA-256 of each tensor's bytes to 64 hexadecimal digits, by SHA-256.
 
-    Tensors are read and hashed side by side, one a core, in the mapping's order.
+    Tensors are read and hashed side by side, one per core; the hash depends on the mapping's order.
 
     Example:
         >>> fingerprint({"a": torch.zeros(2)}) == fingerprint({"a": torch.zeros(2)})
         True
     """
 
-    def hashed(name: str) -> str:
+    def describe(name: str) -> str:
         flat = tensors[name].detach().cpu().contiguous()
         content = hashlib.sha256(flat.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
         return f"{name} {flat.dtype} {tuple(flat.shape)} {content}\n"
 
-    return hashlib.sha256("".join(map_on_cores(hashed, list(tensors), most=HASHED_AT_ONCE)).encode()).hexdigest()
+    return hashlib.sha256("".join(map_on_cores(describe, list(tensors), most=HASHED_AT_ONCE)).encode()).hexdigest()

@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from tiny_families import FAMILIES as TRANSFORMERS
+from tiny_families import in_memory, llava, on_disk
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from safemerge_pl.architectures.layers import MergeLayer, select_layers
+from safemerge_pl.architectures.layers import MergeLayer, select_layers, vision_only
+from safemerge_pl.merger import ContinualMerger
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -221,3 +225,54 @@ def test_a_pattern_whose_matches_cannot_be_merged_is_named_too(pattern: str) -> 
 def test_an_unknown_model_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"none of the 2 parameters.*`layers`"):
         select_layers({"backbone.stem.weight": (4, 4), "head.bias": (4,)})
+
+
+# towers, and what is left out
+
+
+def test_of_a_vision_language_model_both_sides_are_merged(tmp_path: Path) -> None:
+    """A CLIP's text tower stays out; a language model that a vision tower feeds is what was fine-tuned."""
+    model = llava()
+    for shapes in (in_memory(model), on_disk(model, tmp_path)):
+        towers = {layer.name.partition(".")[0] for layer in select_layers(shapes)}
+        assert towers == {"vision", "model"}
+
+
+@pytest.mark.parametrize(
+    ("names", "towers"),
+    [
+        (["visual.transformer.resblocks", "transformer.resblocks"], 1),  # open_clip
+        (["visual.transformer.resblocks", "text.transformer.resblocks", "text_decoder.resblocks"], 1),  # CoCa
+        (["visual.trunk.blocks", "text.transformer.encoder.layer"], 1),  # open_clip with towers of other libraries
+        (["vision_model.encoder.layers", "text_model.encoder.layers"], 1),  # CLIP, SigLIP
+        (["vision_model.encoder.layers", "text_decoder.bert.encoder.layer"], 2),  # BLIP
+        (["vision_model.encoder.layers", "qformer.encoder.layer", "language_model.model.decoder.layers"], 3),  # BLIP-2
+        (["visual.blocks", "model.layers"], 2),  # Qwen2-VL
+    ],
+)
+def test_a_text_tower_stays_out_and_a_language_model_does_not(names: list[str], towers: int) -> None:
+    assert len(vision_only([f"{name}.0.mlp.fc1.weight" for name in names])) == towers
+
+
+def test_a_table_of_position_biases_is_no_linear_layer() -> None:
+    """Swin's are looked up."""
+    shapes = in_memory(TRANSFORMERS["Swin"][0]())
+    assert any("bias_table" in name for name in shapes)
+    assert not any("bias_table" in layer.parameter for layer in select_layers(shapes, scope="linear"))
+
+
+def test_encoder_and_decoder_are_called_so() -> None:
+    names = {layer.name.partition(".")[0] for layer in select_layers(in_memory(TRANSFORMERS["Whisper"][0]()))}
+    assert names == {"encoder", "decoder"}
+
+
+def test_what_is_passed_over_is_said_at_the_first_fold_and_only_then() -> None:
+    """Packed experts of a model in memory."""
+    model = TRANSFORMERS["Mixtral"][0]()
+    tuned = tiny.tuned(model.state_dict(), 1)
+    merger = ContinualMerger(model, tiny.fast_method())
+    notes = merger.fold(tuned, task="a").notes
+    assert [note for note in notes if "of no known kind and left pretrained: 4 of the matrices" in note]
+    assert not merger.fold({name: 2 * tensor for name, tensor in tuned.items()}, task="b").notes
+    chosen = ContinualMerger(model, tiny.fast_method(), layers=["*.q_proj.weight"])
+    assert not chosen.fold(tuned, task="a").notes

@@ -2,13 +2,16 @@
 
 import re
 import struct
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_files import weights
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from safemerge_pl.checkpoints import fingerprint
+from safemerge_pl.checkpoints import fingerprint, open_checkpoint
+from safemerge_pl.checkpoints.tensors import LazyTensors, Memory, View, is_floating, tied_names
 
 
 def test_a_fingerprint_tells_names_dtypes_shapes_values_and_order_apart() -> None:
@@ -44,3 +47,47 @@ def test_the_fingerprint_of_known_bytes() -> None:
     content = hashlib.sha256(struct.pack("<2f", 1.0, -2.0)).hexdigest()
     expected = hashlib.sha256(f"a torch.float32 (2,) {content}\n".encode()).hexdigest()
     assert fingerprint({"a": torch.tensor([1.0, -2.0])}) == expected
+
+
+# in memory, and read when they are asked for
+
+
+def test_whether_a_lazy_tensor_is_there_is_known_without_reading_it() -> None:
+    reads: list[str] = []
+    lazy = LazyTensors(["a"], lambda name: reads.append(name) or torch.ones(1))  # type: ignore[func-returns-value]
+    assert "a" in lazy
+    assert "b" not in lazy
+    assert (list(lazy), len(lazy), reads) == (["a"], 1, [])
+    with pytest.raises(KeyError, match="b"):
+        lazy["b"]
+    assert lazy["a"].tolist() == lazy["a"].tolist() == [1.0]
+    assert reads == ["a", "a"]
+
+
+def test_names_of_one_tensor_are_told_from_those_of_equal_ones_and_of_parts() -> None:
+    whole = torch.ones(2, 3)
+    tensors = {"first": whole, "alias": whole, "copy": whole.clone(), "part": whole[:1], "none": torch.ones(0, 3)}
+    assert tied_names(Memory(tensors | {"none too": torch.ones(0, 3)}, "a mapping")) == {"alias": "first"}
+    on_meta = torch.ones(2, device="meta")
+    assert tied_names(Memory({"a": on_meta, "b": on_meta}, "a mapping")) == {}
+
+
+def test_a_tensor_in_a_format_of_eight_bits_is_not_floating(tmp_path: Path) -> None:
+    """Its dtype cannot be given without an error."""
+    save_file({"x": torch.zeros(2, 2).to(torch.float8_e4m3fn), "y": torch.zeros(2)}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert [is_floating(checkpoint, name) for name in ("x", "y")] == [False, True]
+
+
+def test_a_view_is_the_model_below_it() -> None:
+    below = Memory(weights(), "a mapping", Path("somewhere"))
+    view = View(below)
+    assert (view.source, view.folder, list(view), len(view)) == (
+        "a mapping",
+        Path("somewhere"),
+        list(below),
+        len(below),
+    )
+    assert view.shapes() == below.shapes()
+    assert view.dtype("mask") == torch.bool
+    assert view["mask"] is below["mask"]
