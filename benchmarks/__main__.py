@@ -5,7 +5,7 @@ rivals       the other methods against fusion_bench, with ``--peer`` an interpre
 scaling      growth with layers, width, tasks and ranks
 processes    a fold shared out among two processes
 out_of_core  models larger than memory, from disk to disk
-gpu          eight tasks of ViT-B/32 and ViT-L/14 shapes on a GPU
+gpu          eight tasks of ViT-B/32 and ViT-L/14 shapes on a GPU, checked against the CPU
 """
 
 import argparse
@@ -43,7 +43,8 @@ def table(rows: list[dict[str, object]]) -> str:
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     cells = [
-        [f"{value:.3g}" if isinstance(value, float) else str(value) for value in map(row.get, keys)] for row in rows
+        [f"{value:.3g}" if isinstance(value, float) else str(value) for value in (row.get(key, "") for key in keys)]
+        for row in rows
     ]
     return (
         "\n".join(f"| {' | '.join(row)} |" for row in [keys, ["---"] * len(keys), *cells])
@@ -71,6 +72,8 @@ def main() -> None:
     parser.add_argument(
         "--fold_options", nargs=argparse.REMAINDER, default=[], help="out_of_core: for `safemerge fold`"
     )
+    parser.add_argument("--device", default="cuda", help="gpu: another device, to try the code")
+    parser.add_argument("--tiny", action="store_true", help="gpu: sizes that tell nothing about speed")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results.json")
     arguments = parser.parse_args()
     content: dict[str, object] = {"threads": torch.get_num_threads(), "environment": environment()}

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # they are no part of the
 
 from benchmarks import __main__ as command
 from benchmarks import out_of_core, scaling
+from safemerge_pl.maths import linalg
 
 
 def rows_of(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[dict[str, Any]]:
@@ -71,3 +72,29 @@ def test_models_larger_than_memory_are_folded_and_plotted(tmp_path: Path, monkey
 def test_without_a_gpu_its_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="no GPU here"):
         rows_of("gpu", tmp_path, monkeypatch)
+
+
+def test_the_part_for_a_gpu_runs_its_checks_and_times_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of("gpu", tmp_path, monkeypatch, "--device", "cpu", "--tiny")
+    checks = [row for row in rows if "passed" in row]
+    assert {row["what"].split(",")[0] for row in checks} == {"masks", "same bits twice"}
+    assert all(row["passed"] for row in checks)
+    masks = [row for row in checks if row["what"] == "masks"]
+    assert {row["of"].split(",")[0] for row in masks} == {"zoo", "random", "noise", "rank 8"}
+    times = [row for row in rows if row["what"].startswith("8 tasks")]
+    assert [row["what"] for row in times] == ["8 tasks, SAFE-Merge"] * 2 + ["8 tasks, SAFE-Share"] * 2
+    for row in times:
+        parts = [row["decompositions_s"], row["solver_s"], row["rest_s"]]
+        assert sum(parts) == pytest.approx(row["seconds"])
+        assert parts[0] > 0
+        assert (parts[1] > 0) == ("Merge" in row["what"])
+    assert all(row["in_full"] == 0 for row in times[::2])  # the iteration has run, and sufficed
+
+
+def test_masks_that_are_not_the_cpus_end_the_part_with_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = linalg._leading_basis
+    monkeypatch.setattr(linalg, "_leading_basis", lambda matrices, rank: right(matrices, rank).roll(1, 1))
+    with pytest.raises(SystemExit, match=r"A check has failed:\n.*'masks'.*'passed': False"):
+        rows_of("gpu", tmp_path, monkeypatch, "--device", "cpu", "--tiny")

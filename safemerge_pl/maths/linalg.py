@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from safemerge_pl.maths.leading import decompose_on_cores, leading_eigenvectors
+
 __all__ = [
     "complement_basis",
     "jointly_orthogonal",
@@ -21,7 +23,10 @@ __all__ = [
 ]
 
 _LARGE = 512
-"""Side from which a Gram matrix is worth cutting up."""
+"""Side from which a Gram matrix is worth cutting up, or on a GPU its leading eigenvectors worth an iteration."""
+
+_ITERATED_ON = ("cuda",)
+"""Kinds of devices on which leading vectors are iterated; elsewhere full decompositions cost no more."""
 
 
 def numerical_rank_tolerance(shape: tuple[int, ...], dtype: torch.dtype) -> float:
@@ -64,6 +69,11 @@ def right_singular_basis(matrices: Tensor, rank: int) -> Tensor:
     if matrices.ndim != 3:
         raise ValueError(f"`matrices` must be a stack (L, d_out, d_in), got shape {tuple(matrices.shape)}.")
     rank = min(rank, *matrices.shape[1:])
+    if _is_iterated(matrices, rank):
+        try:
+            return _leading_basis(matrices, rank).to(matrices.dtype)
+        except RuntimeError:  # as in `_gram_svd`
+            pass  # the full decomposition below tells, and has another way
     if matrices.dtype == torch.float64 or matrices.shape[1] < matrices.shape[2]:
         return thin_svd(matrices, lambda _: rank)[2].to(matrices.dtype)
     values, vectors = _gram_svd(matrices.double())
@@ -232,13 +242,36 @@ def _real(values: Tensor, tolerance: float) -> Tensor:
     return (values > tolerance * values[:, :1]) & (values > 0)
 
 
+def _is_iterated(matrices: Tensor, rank: int) -> bool:
+    """Whether leading vectors are found by iteration, which pays where full decompositions wait for one another."""
+    if matrices.device.type not in _ITERATED_ON or matrices.dtype == torch.float64:
+        return False
+    return min(matrices.shape[1:]) >= _LARGE and rank < min(matrices.shape[1:]) / 2
+
+
+def _leading_basis(matrices: Tensor, rank: int) -> Tensor:
+    """What :func:`right_singular_basis` returns, in double precision."""
+    turned = matrices.shape[1] < matrices.shape[2]
+    wide = (matrices.mT if turned else matrices).double()
+    tolerance = numerical_rank_tolerance(tuple(matrices.shape), matrices.dtype)
+    values, vectors = leading_eigenvectors(wide.mT @ wide, rank, tolerance**2)
+    values = values.clamp(min=0).sqrt()
+    real = _real(values, tolerance)[:, None]
+    if turned:
+        vectors = wide @ (vectors / torch.where(real, values[:, None], 1.0))
+    return torch.where(real, vectors, 0.0)
+
+
 def _gram_svd(wide: Tensor) -> tuple[Tensor, Tensor]:
     """Singular values ``(L, k)``, falling, and right vectors ``(L, d_in, k)`` of double-precision matrices.
 
     Exact to ``1e-8`` of the largest value, which is far below the numerical rank of single precision.
     """
     try:
-        eigenvalues, vectors = torch.linalg.eigh(_lower_gram(wide))
+        # beyond 32 columns cuSOLVER takes matrices one after another, small ones more slowly than a core of the CPU
+        alone = wide.is_cuda and 32 < wide.shape[-1] < _LARGE
+        decompose = decompose_on_cores if alone else torch.linalg.eigh
+        eigenvalues, vectors = decompose(_lower_gram(wide))
     except RuntimeError as error:  # torch.linalg.LinAlgError, or a cuSOLVER failure
         warnings.warn(
             f"the eigensolver failed ({error}); the slower SVD takes its place.", RuntimeWarning, stacklevel=3

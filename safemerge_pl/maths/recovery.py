@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.maths.adam import Adam
+from safemerge_pl.runtime.cores import map_on_cores
 
 __all__ = ["RecoveryProblem", "initial_factors", "solve_recovery"]
 
@@ -39,13 +40,14 @@ def initial_factors(layers: Sequence[str], recovery_rank: int, d_in: int, *, see
         >>> torch.equal(a[1], initial_factors(["vision.0.k"], 2, 3, seed=0, index=1)[0])
         True
     """
-    factors = []
-    for layer in layers:
+
+    def draw(layer: str) -> Tensor:
         digest = hashlib.sha256(f"{seed}/{index}/{layer}".encode()).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         noise = torch.randn(recovery_rank, d_in, generator=generator, dtype=torch.float32, device="cpu")
-        factors.append(noise * 0.02)
-    return torch.stack(factors)
+        return noise * 0.02
+
+    return torch.stack(list(map_on_cores(draw, layers)))
 
 
 @dataclass(frozen=True)
