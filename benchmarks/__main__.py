@@ -19,7 +19,8 @@ from benchmarks.out_of_core import out_of_core
 from benchmarks.processes import processes
 from benchmarks.rivals import rivals
 from benchmarks.scaling import scaling
-from safemerge_pl.reports.stream import environment, write_json
+from safemerge_pl.runtime.environment import environment
+from safemerge_pl.runtime.files import write_json
 
 PARTS = {
     "literal": literal,

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from safemerge_pl.output.weights import TensorSpec, write_weights
-from safemerge_pl.reports.stream import write_figure
+from safemerge_pl.runtime.files import write_figure
 
 __all__ = ["out_of_core"]
 

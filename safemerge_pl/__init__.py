@@ -6,6 +6,8 @@ Names are imported when they are first used, so that ``import safemerge_pl`` and
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from safemerge_pl.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from safemerge_pl import callbacks as callbacks
     from safemerge_pl import functional as functional
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from safemerge_pl.methods import TiesMerging as TiesMerging
     from safemerge_pl.methods import WUDIMerging as WUDIMerging
     from safemerge_pl.module import ContinualMergeModule as ContinualMergeModule
-
-__version__ = "0.1.0"
 
 _METHODS = (
     "IsoC",
@@ -49,6 +49,13 @@ _HOMES = {
     **dict.fromkeys(_METHODS, "safemerge_pl.methods"),
 }
 _MODULES = ("callbacks", "functional", "metrics")
+_EARLIER = {
+    "benchmark_data": "safemerge_pl.data",
+    "glue": "safemerge_pl.data",
+    "open_clip_backbone": "safemerge_pl.backbones",
+    "t5_backbone": "safemerge_pl.backbones",
+}
+"""Modules of version 0.1.0 that configurations and checkpoints name in class paths, and where the classes are now."""
 
 __all__ = [
     "NUFILT",
@@ -78,6 +85,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"safemerge_pl.{name}")
+    if name in _EARLIER:
+        return importlib.import_module(_EARLIER[name])
     raise AttributeError(f"module 'safemerge_pl' has no attribute '{name}'")
 
 

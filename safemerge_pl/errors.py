@@ -1,7 +1,7 @@
-"""The one error that a user's input can end in."""
+"""The error that a checkpoint can end in."""
 
 __all__ = ["CheckpointError"]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, in one sentence with the file, the tensor and the remedy."""
+    """Raised for a checkpoint that cannot be used; one sentence names the file, the tensor and the remedy."""

@@ -47,8 +47,10 @@ def test_wheel_is_complete_and_runs(tmp_path: Path) -> None:
 
 def test_one_version() -> None:
     import safemerge_pl
+    from safemerge_pl.version import __version__
 
-    assert f'version = "{safemerge_pl.__version__}"' in (ROOT / "pyproject.toml").read_text().splitlines()
+    assert safemerge_pl.__version__ == __version__
+    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text().splitlines()
 
 
 def test_public_names_exist() -> None:

@@ -1,4 +1,6 @@
-"""How families of models name and lay out the matrices of a block: a table of patterns over parameter names.
+"""What families of models call their towers, blocks and matrices, and how they store these.
+
+A further family takes rules here, and nothing elsewhere but a name in ``embeddings`` if it calls a table by a new one.
 
 A pattern has the groups that its canonical names are made of: ``i``, the block; ``k``, the part; ``e``, the expert.
 """
@@ -8,7 +10,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Rule", "block_of", "heights", "in_vision", "known", "rule_for", "tower", "unknown_fusion"]
+from safemerge_pl.architectures.embeddings import is_embedding
+
+__all__ = [
+    "OTHER_PIECES",
+    "WRAPPERS",
+    "Rule",
+    "block_of",
+    "in_text",
+    "in_vision",
+    "is_known",
+    "rule_for",
+    "tower",
+    "unknown_fusion",
+]
 
 _BLOCK = r"(?:layers|layer|blocks|resblocks|block|h)\.(?P<i>\d+(?:\.blocks\.\d+)?)\."  # Swin has blocks in layers
 _ATTENTION = r"(?:self_attn|self_attention|attn|attention)\.(?:(?:self|attention)\.)?"
@@ -52,7 +67,7 @@ _RULES = (
     _rule(_T5 + r"SelfAttention\.(?P<k>[qkvo])\.weight", "{side}.{i}.self.{k}"),
     _rule(_T5 + r"EncDecAttention\.(?P<k>[qkvo])\.weight", "{side}.{i}.cross.{k}"),
     _rule(_T5 + r"DenseReluDense\.(?P<k>wi|wi_0|wi_1)\.weight", "{side}.{i}.{k}"),
-    _rule(_T5 + r"DenseReluDense\.wo\.weight", "{side}.{i}.wo", wide=True),  # not merged by SAFE-Merge (METHODS A11)
+    _rule(_T5 + r"DenseReluDense\.wo\.weight", "{side}.{i}.wo", wide=True),  # which SAFE-Merge leaves pretrained
     # GPT-2: Conv1D stores weights as (d_in, d_out)
     _rule(r"h\.(?P<i>\d+)\.attn\.c_attn\.weight", *_fused("q", "k", "v"), transposed=True),
     _rule(r"h\.(?P<i>\d+)\.attn\.c_proj\.weight", "{tower}.{i}.out", transposed=True),
@@ -87,9 +102,52 @@ _RULES = (
     _rule(_BLOCK + r"mlp\.shared_experts?\.(?P<k>gate|up)_proj\.weight", "{tower}.{i}.shared.{k}"),
 )
 
+OTHER_PIECES = [
+    (re.compile(r"(?:^|\.)(?:" + pattern + r")$"), names)
+    for pattern, *names in (
+        # CLIP's vision tower in transformers, open_clip and timm
+        (r"embeddings\.class_embedding|visual\.class_embedding|cls_token", "class"),
+        (r"embeddings\.patch_embedding\.weight|visual\.conv1\.weight|patch_embed\.proj\.weight", "patch"),
+        (r"embeddings\.position_embedding\.weight|visual\.positional_embedding|pos_embed", "position"),
+        (r"(?:pre_layrnorm|visual\.ln_pre|norm_pre)\.(?:weight|bias)", "pre.{end}"),
+        (r"(?:post_layernorm|visual\.ln_post|norm)\.(?:weight|bias)", "post.{end}"),
+        (
+            r"(?:layers\.\d+\.layer_norm|resblocks\.\d+\.ln_|blocks\.\d+\.norm)([12])\.(?:weight|bias)",
+            "{block}.norm{group}.{end}",
+        ),
+        (r"layers\.\d+\.self_attn\.([qkv])_proj\.bias", "{block}.{group}.bias"),
+        (
+            r"resblocks\.\d+\.attn\.in_proj_bias|blocks\.\d+\.attn\.qkv\.bias",
+            "{block}.q.bias",
+            "{block}.k.bias",
+            "{block}.v.bias",
+        ),
+        (
+            r"(?:layers\.\d+\.self_attn\.out_proj|resblocks\.\d+\.attn\.out_proj|blocks\.\d+\.attn\.proj)\.bias",
+            "{block}.out.bias",
+        ),
+        (r"(?:layers\.\d+\.mlp\.fc1|resblocks\.\d+\.mlp\.c_fc|blocks\.\d+\.mlp\.fc1)\.bias", "{block}.up.bias"),
+        (
+            r"(?:layers\.\d+\.mlp\.fc2|resblocks\.\d+\.mlp\.c_proj|blocks\.\d+\.mlp\.fc2)\.(?:weight|bias)",
+            "{block}.down.{end}",
+        ),
+    )
+]
+"""What a model holds beside the matrices of the rules, under canonical names that do not depend on the library.
+
+In a name, ``block`` is the number of the block, ``end`` the last part of the tensor's name, ``group`` the group of the
+pattern. A tensor with several names is made of as many equal parts.
+"""
+
 _IN_BLOCK = re.compile(r"(?:^|\.)" + _BLOCK)
 
 _VISION = re.compile(r"(?:^|\.)(?:vision_model|visual)\.")
+
+_TEXT = re.compile(r"(?:^|\.)(?:text|text_model|resblocks)\.")
+"""The text side of a contrastive model, in transformers and open_clip, where the name is not one of a vision tower."""
+
+WRAPPERS = frozenset({"vision_model", "visual", "image_encoder", "model", "backbone", "base_model", "transformer"})
+"""First parts of a name that some libraries and training scripts leave out. Any other one tells towers apart."""
 
 _FUSION = re.compile(r"(?:qkv(?:_proj)?|query_key_value|[Ww]qkv|c_attn)\.weight$")
 
@@ -97,18 +155,18 @@ _LEFT = re.compile(
     r"(?:fc2|linear2|linear_fc2|lin2|fc_out|down_proj|c_proj|w2|mlp\.w3|wo|Wo|weights_out|output\.dense|output_dense"
     r"|dense_4h_to_h|downsample\.reduction)\.weight$"
 )
-"""Left pretrained on purpose: the output side of the feed-forward, and what joins two stages."""
+"""Matrices left pretrained on purpose: the output side of the feed-forward, and those between two stages."""
 
-_NO_MATRIX = re.compile(r"norm|embed|bias|conv|router|(?:^|[._])gate\.weight$")
-"""2-D tensors of a block that choose, look up or normalise."""
+_NO_MATRIX = re.compile(r"norm|bias|conv|router|(?:^|[._])gate\.weight$")
+"""2-D tensors of a block that choose or normalise; those that are looked up are embeddings."""
 
 
 def rule_for(parameter: str, shape: Sequence[int] | None = None) -> tuple[Rule, dict[str, str]] | None:
-    """The rule that a parameter falls under and the groups of its name; ``None`` for any other parameter.
+    """Find the rule for a parameter and the groups of its name; ``None`` if there is none.
 
     Args:
         parameter: its name.
-        shape: as stored; left out, the name alone decides.
+        shape: as stored; if it is left out, the name alone decides.
 
     Example:
         >>> rule_for("vit.encoder.layer.3.attention.attention.query.weight")[1]
@@ -129,33 +187,14 @@ def _rules_by_name(parameter: str) -> list[tuple[Rule, dict[str, str]]]:
 
 
 def _fits(rule: Rule, parameter: str, shape: Sequence[int]) -> bool:
-    """GPT-2's names are also those of GPT-Neo, GPTBigCode and Qwen, which store theirs upright."""
+    """Tell GPT-2's transposed matrices from those of GPT-Neo, GPTBigCode and Qwen, which have the same names."""
     if not rule.transposed or parameter.endswith("c_proj.weight"):
         return True
     return shape[1] == 3 * shape[0] if len(rule.names) > 1 else shape[0] < shape[1]
 
 
-def heights(rule: Rule, parameter: str, rows: int, columns: int) -> list[int]:
-    """How many rows of the upright matrix belong to each of a rule's names.
-
-    Raises:
-        ValueError: if they cannot be shared out.
-
-    Example:
-        >>> name = "model.layers.0.self_attn.qkv_proj.weight"  # 4 heads, 2 of them with keys of their own
-        >>> heights(rule_for(name)[0], name, 64, 32)
-        [32, 16, 16]
-    """
-    count, first = len(rule.names), columns if rule.square else 0
-    rest = count - 1 if rule.square else count
-    height, over = divmod(rows - first, rest)
-    if over or height < 1:
-        raise ValueError(f"`{parameter}` of shape {(rows, columns)} cannot be split into {count} equal parts.")
-    return [first, *[height] * rest] if rule.square else [height] * count
-
-
 def block_of(parameter: str) -> re.Match[str] | None:
-    """Where a name says which of a stack of blocks it belongs to (group ``i``); ``None`` outside of blocks.
+    """Find where a name says which block it belongs to (group ``i``); ``None`` outside of blocks.
 
     Example:
         >>> block_of("visual.transformer.resblocks.3.ln_1.bias")["i"], block_of("visual.ln_pre.bias")
@@ -164,20 +203,22 @@ def block_of(parameter: str) -> re.Match[str] | None:
     return _IN_BLOCK.search(parameter)
 
 
-def known(parameter: str, shape: Sequence[int]) -> bool:
-    """Whether it is clear what a block's tensor is: merged, left pretrained on purpose, or no matrix at all.
+def is_known(parameter: str, shape: Sequence[int]) -> bool:
+    """Whether it is known what a block's tensor is: merged, left pretrained on purpose, or no matrix at all.
 
     Example:
-        >>> known("h.0.mlp.fc_out.weight", (8, 32)), known("layers.0.mixer.in_proj.weight", (64, 8))
+        >>> is_known("h.0.mlp.fc_out.weight", (8, 32)), is_known("layers.0.mixer.in_proj.weight", (64, 8))
         (True, False)
     """
-    if len(shape) < 2 or min(shape) == 1 or _NO_MATRIX.search(parameter) or _LEFT.search(parameter):
+    if len(shape) < 2 or min(shape) == 1 or is_embedding(parameter):
+        return True
+    if _NO_MATRIX.search(parameter) or _LEFT.search(parameter):
         return True
     return rule_for(parameter, shape) is not None
 
 
 def unknown_fusion(parameter: str) -> bool:
-    """Whether a block's matrix holds q, k and v in an order that its name does not tell.
+    """Whether a block's matrix holds q, k and v in an order that cannot be told from its name.
 
     Example:
         >>> unknown_fusion("gpt_neox.layers.0.attention.query_key_value.weight")
@@ -196,8 +237,18 @@ def in_vision(parameter: str) -> bool:
     return bool(_VISION.search(parameter))
 
 
+def in_text(parameter: str) -> bool:
+    """Whether a name that is not of a vision tower belongs to the text side of a contrastive model.
+
+    Example:
+        >>> in_text("text_model.encoder.layers.0.mlp.fc1.weight"), in_text("model.layers.0.mlp.up_proj.weight")
+        (True, False)
+    """
+    return bool(_TEXT.search(parameter))
+
+
 def tower(parameter: str) -> str:
-    """``vision``, ``text``, ``decoder`` or ``model``: the tower a parameter belongs to, the same in every library.
+    """Name a parameter's tower as in every library: ``vision``, ``text``, ``decoder`` or ``model``.
 
     A bare tower (``encoder.layers...`` of transformers 5) counts as vision: text towers alone are never merged.
 

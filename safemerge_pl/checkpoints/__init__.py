@@ -1,4 +1,4 @@
-"""Any model in: opened lazily, under the pretrained model's names."""
+"""Open any model lazily, and match it to the pretrained model's names."""
 
 from safemerge_pl.checkpoints.names import match_names as match_names
 from safemerge_pl.checkpoints.open import Source as Source

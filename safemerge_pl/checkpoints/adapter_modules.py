@@ -1,4 +1,4 @@
-"""LoRA adapters of peft inside a module: their dense equivalents, and the names without them."""
+"""LoRA adapters of peft inside a module: what they add to the weights, and the names of the model without them."""
 
 import re
 import sys
@@ -14,7 +14,7 @@ __all__ = ["adapter_deltas", "adapter_names", "plain_name"]
 
 
 def plain_name(name: str) -> str:
-    """The name that a tensor has in the model that peft wrapped.
+    """Give the name that a tensor has in the model that peft wrapped.
 
     Example:
         >>> plain_name("base_model.model.blocks.0.attn.qkv.base_layer.weight"), plain_name("blocks.0.attn.qkv.weight")
@@ -24,7 +24,7 @@ def plain_name(name: str) -> str:
 
 
 def adapter_names(module: nn.Module) -> set[str]:
-    """Plain names of all tensors that belong to adapters."""
+    """List the plain names of all tensors that belong to adapters."""
     return {
         plain_name(f"{path}.{name}" if path else name)
         for path, layer in _adapted(module)
@@ -35,7 +35,7 @@ def adapter_names(module: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def adapter_deltas(module: nn.Module) -> dict[str, Tensor]:
-    r"""What the active adapters add to each adapted weight, :math:`s B A`, by the weight's plain name.
+    r"""Compute what the active adapters add to each adapted weight, :math:`s B A`, by the weight's plain name.
 
     Raises:
         CheckpointError: for adapters that are no plain LoRA, or are merged into their weights at the moment.
@@ -51,7 +51,7 @@ def adapter_deltas(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Path and layer of every adapter; anything but plain LoRA is refused."""
+    """Give path and layer of every adapter; refuse anything but plain LoRA."""
     if "peft" not in sys.modules:  # nobody can have made one
         return
     from peft.tuners.lora import LoraLayer

@@ -1,4 +1,4 @@
-"""Models of the hub, from the local cache where it has them."""
+"""Fetch models from the hub, or from the local cache if they are there."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,9 @@ _SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def download(source: str, revision: str | None = None) -> Path:
-    """Folder of a hub model in the local cache, fetched if the hub is reachable; all files of one revision.
+    """Fetch a hub model and give its folder in the local cache; all files are of one revision.
+
+    Without a connection the cache alone is looked at.
 
     Args:
         source: ``owner/name``, or ``owner/name@revision``.

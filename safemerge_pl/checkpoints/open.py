@@ -17,7 +17,8 @@ from safemerge_pl.checkpoints.hub import download
 from safemerge_pl.checkpoints.names import match_names
 from safemerge_pl.checkpoints.pickles import load_pickle, tensors_of
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS, read_config, refuse_folder, refuse_impostor, refuse_packed
-from safemerge_pl.checkpoints.tensors import Checkpoint, Memory, Safetensors, fingerprint
+from safemerge_pl.checkpoints.safetensors_files import Safetensors
+from safemerge_pl.checkpoints.tensors import Checkpoint, Memory, fingerprint
 from safemerge_pl.errors import CheckpointError
 
 __all__ = ["Checkpoint", "CheckpointError", "Source", "fingerprint", "match_names", "open_checkpoint"]
@@ -33,7 +34,7 @@ _WEIGHT_FILES = (
     "pytorch_model.bin",
     "open_clip_pytorch_model.bin",
 )
-"""Looked for in a folder in this order: safetensors win over pickles."""
+"""Looked for in a folder in this order: safetensors are preferred to pickles."""
 
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -135,7 +136,7 @@ def _open_file(path: Path, source: str, folder: Path | None) -> Checkpoint:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor name -> shard file name of an index, with every missing shard named at once."""
+    """Read which tensor is in which shard from an index; every missing shard is named at once."""
     try:
         entries: dict[str, str] = json.loads(index.read_text())["weight_map"]
         names = sorted({Path(name).name for name in entries.values() if name})

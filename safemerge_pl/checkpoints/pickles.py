@@ -1,4 +1,4 @@
-"""Tensors out of torch files, by the weights-only loader alone: no code from a file is ever run."""
+"""Read tensors from torch files with the weights-only loader, so that no code from a file is ever run."""
 
 import re
 import zipfile
@@ -16,7 +16,11 @@ __all__ = ["load_pickle", "tensors_of"]
 
 
 def load_pickle(path: Path) -> dict[str, Tensor]:
-    """Tensors of a torch file, by the weights-only loader alone."""
+    """Read the tensors of a torch file with the weights-only loader.
+
+    Raises:
+        CheckpointError: if it holds anything else, or is damaged.
+    """
     refuse_impostor(path)
     entries = _zip_entries(path)
     if any("/code/" in name for name in entries):
@@ -34,7 +38,7 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _zip_entries(path: Path) -> list[str]:
-    """Names inside a zip archive; none for anything else, and for a damaged one, which the loader refuses."""
+    """List the names inside a zip archive; none for any other file, or a damaged one, which the loader refuses."""
     try:
         return zipfile.ZipFile(path).namelist()
     except (ValueError, NotImplementedError, OSError, zipfile.BadZipFile):
@@ -42,7 +46,7 @@ def _zip_entries(path: Path) -> list[str]:
 
 
 def tensors_of(content: Any, source: str) -> dict[str, Tensor]:
-    """The tensors of a state dict, or of the one model inside a training checkpoint.
+    """Find the tensors of a state dict, or of the one model inside a training checkpoint.
 
     Raises:
         CheckpointError: if there is none, or more than one (raw and averaged weights, student and teacher).
@@ -69,5 +73,5 @@ def tensors_of(content: Any, source: str) -> dict[str, Tensor]:
 
 
 def _is_model(key: str) -> bool:
-    """Keys under which training scripts keep a model's weights."""
+    """Whether training scripts keep a model's weights under this key."""
     return re.fullmatch(r"(?:model|state_dict|ema)(?:_ema|_state_dict)*|model_state", key) is not None

@@ -1,4 +1,4 @@
-"""What looks like a model and is none that can be merged: named, and refused with the remedy."""
+"""Recognise files that are not mergeable weights, and say what to do instead."""
 
 import json
 import re
@@ -53,7 +53,7 @@ _UNMERGED = re.compile(r"\.(?:lora_(?:A|B|down|up)|lora_embedding_[AB])(?:\.|$)|
 
 
 def refuse_impostor(path: Path) -> None:
-    """Name what is not a weight file at all but has the name of one, or is one of another framework.
+    """Refuse a file that has the name of a weight file and is none, or is one of another framework.
 
     Raises:
         CheckpointError: with what it is, and the remedy.
@@ -76,7 +76,7 @@ def refuse_impostor(path: Path) -> None:
 
 
 def refuse_folder(folder: Path) -> None:
-    """Name what a folder without readable weights holds instead, if that is known.
+    """Refuse a folder without readable weights by what it holds instead, if that is known.
 
     Raises:
         CheckpointError: with what it is, and the remedy.
@@ -119,7 +119,7 @@ def refuse_packed(names: Iterable[str], source: str, config: dict[str, Any]) -> 
 
 
 def read_config(folder: Path | None) -> dict[str, Any]:
-    """``config.json`` of a model folder; empty where there is none or it is damaged."""
+    """Read ``config.json`` of a model folder; empty if there is none or it is damaged."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError, RecursionError):

@@ -127,8 +127,8 @@ def is_certain(gram: Tensor, values: Tensor, vectors: Tensor, images: Tensor, ra
     apart.diagonal(dim1=1, dim2=2).sub_(1)
     orthonormal = apart.flatten(1).norm(dim=1) <= ANGLE / 1000
     nothing = gram.diagonal(dim1=1, dim2=2).sum(1) == 0  # a zero matrix has no leading directions to miss
-    certain: Tensor = orthonormal & (nothing | (whole & close & (number[:, 0] > 0)))
-    return certain
+    proved: Tensor = orthonormal & (nothing | (whole & close & (number[:, 0] > 0)))
+    return proved
 
 
 def decompose_on_cores(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,8 +172,8 @@ def _orthonormalize(columns: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(columns.mT @ columns)
     eye = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
     factor = torch.where((failed == 0)[:, None, None], factor, eye)  # such columns fail the proof; others must not
-    inverse: Tensor = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
-    return columns @ inverse.mT
+    basis: Tensor = columns @ torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT
+    return basis
 
 
 def _last_wanted(values: Tensor, rank: int, floor: float) -> Tensor:

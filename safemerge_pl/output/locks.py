@@ -11,14 +11,23 @@ from pathlib import Path
 
 from safemerge_pl.checkpoints.open import CheckpointError
 
+# filelock 4.3 in the place of this: its file stays behind, its error does not say who has the lock, and a file system
+# that has no locks is an error. All that is below would still be needed around its one call of flock.
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+try:
+    import msvcrt
+except ImportError:  # everywhere else
+    msvcrt = None  # type: ignore[assignment]
 
 __all__ = ["BusyError", "output_lock"]
 
 _held = threading.local()
+
+_BEYOND = 2**30
+"""Place of the byte that is locked on Windows, where nobody else could read it: behind the name of the holder."""
 
 
 class BusyError(CheckpointError):
@@ -29,8 +38,13 @@ class BusyError(CheckpointError):
 def output_lock(folder: Path) -> Iterator[bool]:
     """Keep every other process from writing an output; the system gives the lock back if this one is killed.
 
-    May be taken again by the thread that has it. Gives ``False`` on a system or file system without locks, which is
-    used without.
+    May be taken again by the thread that has it.
+
+    Args:
+        folder: the output, which need not exist; the lock is a file beside it for as long as it is held.
+
+    Yields:
+        Whether it is locked: ``False`` on a system or file system without locks, which is used all the same.
 
     Raises:
         BusyError: if another process (or thread) is writing there.
@@ -39,7 +53,7 @@ def output_lock(folder: Path) -> Iterator[bool]:
     folder = folder.resolve()
     path = folder.with_name(f".{folder.name}.lock")
     held: dict[Path, bool] = _held.__dict__.setdefault("paths", {})
-    if fcntl is None or path in held or not folder.name:
+    if not (fcntl or msvcrt) or path in held or not folder.name:
         yield held.get(path, False)
         return
     made = [parent for parent in folder.parents if not parent.exists()]
@@ -56,13 +70,16 @@ def output_lock(folder: Path) -> Iterator[bool]:
         with contextlib.suppress(OSError):
             path.unlink()  # while it is still locked: whoever opened it meanwhile sees that it is gone
         os.close(handle)
+        if fcntl is None:
+            with contextlib.suppress(OSError):
+                path.unlink()  # Windows removes no open file, and so never one that somebody else waits with
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()  # stays if something was written into it
 
 
 def _lock(path: Path, folder: Path) -> tuple[int, bool]:
-    """An open file that tells who has it, and whether the system has locked it."""
+    """Open the file that tells who has the lock; its handle, and whether the system has locked it."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -77,12 +94,13 @@ def _lock(path: Path, folder: Path) -> tuple[int, bool]:
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # the holder before us took it away: what is locked now is nobody's
+        os.close(handle)  # the holder before us removed it: nobody else would see a lock on what is open here
 
 
 def _try_lock(handle: int, folder: Path) -> bool:
+    """Lock an open file, if there are locks where it lies; whether it is locked."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_now(handle)
     except BlockingIOError as error:
         holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
         raise BusyError(
@@ -93,3 +111,22 @@ def _try_lock(handle: int, folder: Path) -> bool:
             raise
         return False
     return True
+
+
+def _lock_now(handle: int) -> None:
+    """Lock an open file without waiting.
+
+    Raises:
+        BlockingIOError: if somebody else has the lock.
+        OSError: if there are no locks.
+    """
+    if fcntl is not None:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    os.lseek(handle, _BEYOND, os.SEEK_SET)
+    try:
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    except PermissionError as error:
+        raise BlockingIOError(errno.EAGAIN, str(error)) from error
+    finally:
+        os.lseek(handle, 0, os.SEEK_SET)

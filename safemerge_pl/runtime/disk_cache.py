@@ -10,20 +10,29 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
+import platformdirs
 import torch
 from torch import Tensor
 
-from safemerge_pl.reports.stream import write_bytes
+from safemerge_pl.runtime.files import write_bytes
 
-__all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor", "surroundings"]
+__all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor"]
+
+_NAME = "safemerge_pl"
 
 
 def cache_folder() -> Path | None:
-    """Where results are kept: ``SAFEMERGE_CACHE``, or the user's cache; ``None`` if it is set empty."""
+    """Folder for kept results.
+
+    Returns:
+        ``SAFEMERGE_CACHE`` if it is set (``None`` if it is set empty), else ``safemerge_pl`` in ``XDG_CACHE_HOME`` or
+        in the place that the system has for a user's caches.
+    """
     place = os.environ.get("SAFEMERGE_CACHE")
-    if place is None:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "safemerge_pl"
-    return Path(place).expanduser() if place else None
+    if place is not None:
+        return Path(place).expanduser() if place else None
+    home = os.environ.get("XDG_CACHE_HOME")  # read on every system, and also where it is not absolute
+    return Path(home).expanduser() / _NAME if home else platformdirs.user_cache_path(_NAME, appauthor=False)
 
 
 def kept_file(kind: str, inputs: object, ending: str = "safetensors") -> Path | None:
@@ -62,14 +71,6 @@ def keep_tensor(file: Path | None, tensor: Tensor) -> None:
     if file is not None:
         with suppress(OSError):
             write_bytes(file, save({"tensor": tensor.contiguous().cpu()}))
-
-
-def surroundings(device: torch.device) -> list[str]:
-    """What the bits of a result may depend on beside its inputs."""
-    from safemerge_pl import __version__
-
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return [kind, torch.__version__, __version__]
 
 
 class KeptTensors(MutableMapping[str, Tensor]):

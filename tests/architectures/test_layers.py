@@ -1,16 +1,19 @@
-"""Which matrices are merged, on real tiny models of every family; views into them; stacks."""
+"""Which matrices are merged, on real tiny models of every family; views into them."""
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from tiny_families import FAMILIES as TRANSFORMERS
+from tiny_families import in_memory, llava, on_disk
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from safemerge_pl.architectures.layers import MergeLayer, plan_stacks, select_layers
+from safemerge_pl.architectures.layers import MergeLayer, select_layers, vision_only
+from safemerge_pl.merger import ContinualMerger
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -55,7 +58,6 @@ def test_a_vision_tower_has_the_same_canonical_names_in_every_library(build: Cal
 
 
 def test_the_vision_model_prefix_that_came_and_went_does_not_matter() -> None:
-    """D4."""
     bare = select_layers(shapes_of(tiny.hf_vision()))
     legacy = select_layers({f"vision_model.{name}": shape for name, shape in shapes_of(tiny.hf_vision()).items()})
     assert [layer.name for layer in legacy] == [layer.name for layer in bare]
@@ -66,19 +68,18 @@ def test_the_vision_model_prefix_that_came_and_went_does_not_matter() -> None:
     ("build", "tower"), [(tiny.hf_clip, "vision_model."), (tiny.open_clip_model, "visual.")], ids=["hf", "open_clip"]
 )
 def test_only_the_vision_tower_of_two_is_merged(build: Callable[[], nn.Module], tower: str) -> None:
-    """L3."""
     assert all(layer.parameter.startswith(tower) for layer in selected(build()).values())
 
 
 def test_clip_merges_attention_and_the_first_feed_forward_matrix_only() -> None:
-    """METHODS 9.1; E8: the patch embedding is a convolution and stays out, and so do position embeddings."""
+    """The patch embedding is a convolution and stays out, and so do position embeddings."""
     parts = {layer.parameter.split(".", 3)[3] for layer in selected(tiny.hf_vision()).values()}
     attention = {f"self_attn.{part}_proj.weight" for part in ("q", "k", "v", "out")}
     assert parts == attention | {"mlp.fc1.weight"}
 
 
 def test_gated_t5_merges_all_attention_and_both_input_matrices() -> None:
-    """L4: no bias table, no embedding; L5: wi_0 and wi_1, never wo."""
+    """No bias table, no embedding; wi_0 and wi_1, never wo."""
     layers = selected(tiny.hf_t5("gated-gelu"))
     expected = {
         f"encoder.{i}.{part}" for i in (0, 1) for part in ("self.q", "self.k", "self.v", "self.o", "wi_0", "wi_1")
@@ -90,7 +91,6 @@ def test_gated_t5_merges_all_attention_and_both_input_matrices() -> None:
 
 
 def test_ungated_t5_merges_its_one_input_matrix() -> None:
-    """L5."""
     assert {name for name in selected(tiny.hf_t5("relu")) if "wi" in name} == {
         "encoder.0.wi",
         "encoder.1.wi",
@@ -99,7 +99,6 @@ def test_ungated_t5_merges_its_one_input_matrix() -> None:
 
 
 def test_grouped_query_attention_keeps_its_unequal_heights() -> None:
-    """L6."""
     layers = selected(tiny.hf_llama())
     found = {name: layer.shape for name, layer in layers.items() if name.startswith("model.1.")}
     assert found == {
@@ -113,7 +112,6 @@ def test_grouped_query_attention_keeps_its_unequal_heights() -> None:
 
 
 def test_packed_experts_are_left_alone_and_refused_when_asked_for() -> None:
-    """L7."""
     model = tiny.hf_mixtral()
     assert set(selected(model)) == {"model.0.q", "model.0.k", "model.0.v", "model.0.out"}
     with pytest.raises(ValueError, match="layers"):
@@ -121,7 +119,7 @@ def test_packed_experts_are_left_alone_and_refused_when_asked_for() -> None:
 
 
 def test_gpt2_weights_are_turned_upright() -> None:
-    """E7: an upright view is what nn.Linear holds, checked against the library's own forward pass."""
+    """An upright view is what nn.Linear holds, checked against the library's own forward pass."""
     model = tiny.hf_gpt2()
     layers = selected(model)
     assert layers["model.0.up"].shape == (32, 8)
@@ -177,7 +175,7 @@ def test_a_transposed_fused_view_shares_memory_and_lands_in_the_right_columns() 
 
 
 def test_a_fused_matrix_that_has_no_three_equal_parts_is_refused() -> None:
-    """L6: grouped heads in a fused matrix."""
+    """Grouped heads in a fused matrix."""
     with pytest.raises(ValueError, match=r"blocks\.0\.attn\.qkv\.weight.*\(8, 4\).*3 equal parts"):
         select_layers({"blocks.0.attn.qkv.weight": (8, 4)})
 
@@ -206,7 +204,6 @@ def test_custom_patterns_still_split_and_turn_what_a_family_fuses() -> None:
 
 
 def test_custom_patterns_take_any_matrix_of_an_unknown_model_but_no_vector_or_kernel() -> None:
-    """E8."""
     model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Linear(4, 6))
     assert [layer.name for layer in selected(model, ["*"]).values()] == ["2"]
     with pytest.raises(ValueError, match="layers"):
@@ -230,28 +227,52 @@ def test_an_unknown_model_is_refused_with_the_remedy() -> None:
         select_layers({"backbone.stem.weight": (4, 4), "head.bias": (4,)})
 
 
-def make_layers(shapes: list[tuple[int, int]], prefix: str = "a") -> list[MergeLayer]:
-    return [MergeLayer(f"{prefix}.{i}", f"{prefix}.{i}.weight", shape) for i, shape in enumerate(shapes)]
+# towers, and what is left out
 
 
-def test_a_plan_holds_every_layer_once_in_stacks_of_one_shape_and_bounded_size() -> None:
-    layers = make_layers([(4, 4), (8, 4), (4, 4), (4, 8), (4, 4), (8, 4)])
-    plan = plan_stacks(layers, max_entries=32)
-    assert sorted(layer.name for stack in plan for layer in stack) == [layer.name for layer in layers]
-    assert [[layer.name for layer in stack] for stack in plan] == [["a.0", "a.2"], ["a.4"], ["a.1"], ["a.5"], ["a.3"]]
+def test_of_a_vision_language_model_both_sides_are_merged(tmp_path: Path) -> None:
+    """A CLIP's text tower stays out; a language model that a vision tower feeds is what was fine-tuned."""
+    model = llava()
+    for shapes in (in_memory(model), on_disk(model, tmp_path)):
+        towers = {layer.name.partition(".")[0] for layer in select_layers(shapes)}
+        assert towers == {"vision", "model"}
 
 
-def test_a_layer_above_the_bound_is_a_stack_of_its_own() -> None:
-    assert [len(stack) for stack in plan_stacks(make_layers([(8, 8), (8, 8)]), max_entries=1)] == [1, 1]
+@pytest.mark.parametrize(
+    ("names", "towers"),
+    [
+        (["visual.transformer.resblocks", "transformer.resblocks"], 1),  # open_clip
+        (["visual.transformer.resblocks", "text.transformer.resblocks", "text_decoder.resblocks"], 1),  # CoCa
+        (["visual.trunk.blocks", "text.transformer.encoder.layer"], 1),  # open_clip with towers of other libraries
+        (["vision_model.encoder.layers", "text_model.encoder.layers"], 1),  # CLIP, SigLIP
+        (["vision_model.encoder.layers", "text_decoder.bert.encoder.layer"], 2),  # BLIP
+        (["vision_model.encoder.layers", "qformer.encoder.layer", "language_model.model.decoder.layers"], 3),  # BLIP-2
+        (["visual.blocks", "model.layers"], 2),  # Qwen2-VL
+    ],
+)
+def test_a_text_tower_stays_out_and_a_language_model_does_not(names: list[str], towers: int) -> None:
+    assert len(vision_only([f"{name}.0.mlp.fc1.weight" for name in names])) == towers
 
 
-def test_the_plan_depends_on_shapes_only() -> None:
-    layers = make_layers([(4, 4), (8, 4), (4, 4), (4, 4)])
-    others = [
-        replace(layer, name=f"z.{i}", parameter="p", rows=(0, layer.shape[0]), transposed=True)
-        for i, layer in enumerate(layers)
-    ]
-    plan, other_plan = plan_stacks(layers, max_entries=32), plan_stacks(others, max_entries=32)
-    assert [[layers.index(layer) for layer in stack] for stack in plan] == [
-        [others.index(layer) for layer in stack] for stack in other_plan
-    ]
+def test_a_table_of_position_biases_is_no_linear_layer() -> None:
+    """Swin's are looked up."""
+    shapes = in_memory(TRANSFORMERS["Swin"][0]())
+    assert any("bias_table" in name for name in shapes)
+    assert not any("bias_table" in layer.parameter for layer in select_layers(shapes, scope="linear"))
+
+
+def test_encoder_and_decoder_are_called_so() -> None:
+    names = {layer.name.partition(".")[0] for layer in select_layers(in_memory(TRANSFORMERS["Whisper"][0]()))}
+    assert names == {"encoder", "decoder"}
+
+
+def test_what_is_passed_over_is_said_at_the_first_fold_and_only_then() -> None:
+    """Packed experts of a model in memory."""
+    model = TRANSFORMERS["Mixtral"][0]()
+    tuned = tiny.tuned(model.state_dict(), 1)
+    merger = ContinualMerger(model, tiny.fast_method())
+    notes = merger.fold(tuned, task="a").notes
+    assert [note for note in notes if "of no known kind and left pretrained: 4 of the matrices" in note]
+    assert not merger.fold({name: 2 * tensor for name, tensor in tuned.items()}, task="b").notes
+    chosen = ContinualMerger(model, tiny.fast_method(), layers=["*.q_proj.weight"])
+    assert not chosen.fold(tuned, task="a").notes

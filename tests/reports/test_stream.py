@@ -1,7 +1,6 @@
 """Tables, figures and files of a run."""
 
 import io
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,11 @@ from rich.console import Console
 
 from safemerge_pl.reports.stream import (
     console_table,
-    environment,
     markdown,
     matrix_figure,
     stream_figure,
     table_rows,
-    write_json,
-    write_text,
 )
-from safemerge_pl.runtime.memory import peak_memory_mib
 
 
 def row(acc: float, gen: float, bwt: float | None = None, **accuracies: float) -> dict[str, Any]:
@@ -162,7 +157,7 @@ def test_the_stream_has_a_line_a_number_and_the_pretrained_level(report: dict[st
 def test_figures_can_be_written_whatever_is_missing(
     draw: Any, kind: str, report: dict[str, Any], tmp_path: Path
 ) -> None:
-    """K4: a merge that was not scored draws nothing, without a warning."""
+    """A merge that was not scored draws nothing, without a warning."""
     if kind in ("no references", "nothing"):
         report["references"] = {}
     if kind in ("no controls", "nothing"):
@@ -171,50 +166,3 @@ def test_figures_can_be_written_whatever_is_missing(
         report["steps"] = []
     draw(report).savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
-
-
-def test_json_is_strict(tmp_path: Path) -> None:
-    """K9: NaN is refused, not written, and an earlier file stays."""
-    path = tmp_path / "deep" / "report.json"
-    write_json(path, {"ACC": 0.5, "tasks": ["ä"]})
-    assert json.loads(path.read_text()) == {"ACC": 0.5, "tasks": ["ä"]}
-    for bad in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="JSON"):
-            write_json(path, {"BWT": bad})
-    assert json.loads(path.read_text()) == {"ACC": 0.5, "tasks": ["ä"]}
-    assert [entry.name for entry in path.parent.iterdir()] == ["report.json"]
-
-
-@pytest.mark.parametrize("failing", ["write_bytes", "replace"])
-def test_a_failed_write_keeps_the_earlier_file_and_leaves_no_part(
-    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """C8: the disk is full midway."""
-    path = tmp_path / "report.md"
-    write_text(path, "first")
-    real = Path.write_bytes
-
-    def full(self: Path, *args: Any, **kwargs: Any) -> None:
-        if failing == "write_bytes":
-            real(self, b"sec")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, failing, full)
-        with pytest.raises(OSError, match="No space left"):
-            write_text(path, "second")
-    assert path.read_text() == "first"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["report.md"]
-    write_text(path, "second")
-    assert path.read_text() == "second"
-
-
-def test_the_environment_is_plain_and_names_the_versions() -> None:
-    """O6."""
-    import torch
-
-    found = environment()
-    assert found["torch"] == torch.__version__.split("+")[0]
-    assert {"python", "platform", "safemerge_pl", "lightning", "transformers", "cpus"} <= set(found)
-    assert all(type(value) is str for value in found.values())
-    assert 50 < peak_memory_mib() < 100_000

@@ -18,10 +18,11 @@ from torch import nn
 
 from safemerge_pl.backbones.t5 import T5Backbone
 from safemerge_pl.callbacks import MergeCallback, MergedModelWriter, ReferenceRows, SAFEMergeCallback, StreamReport
-from safemerge_pl.cli import config_folder, main
+from safemerge_pl.cli import main
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, SafeMerge, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.runtime.configs import config_folder
 from safemerge_pl.study import Study, StudyRow
 
 RANKS: dict[str, Any] = {"scoring_rank": 8, "recovery_rank": 8, "task_rank": 4}
@@ -156,7 +157,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 def test_the_command_runs_whole(
     learned: World, command: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """B7, K9, L4: five tasks, three controls, report, folder; no NaN anywhere."""
+    """Five tasks, three controls, report, folder; no NaN anywhere."""
     command("check", "--config", "flan_t5_glue.yaml", *overrides(learned))
     checked = capsys.readouterr().out
     assert "5 tasks: cola, mrpc, qqp, sst2, stsb" in checked
@@ -183,7 +184,7 @@ def test_the_command_runs_whole(
 def test_one_run_a_stopped_one_and_two_processes_agree(
     learned: World, command: Callable[..., None], tmp_path: Path
 ) -> None:
-    """I4, J3, J4: to the bit, Spearman's correlation included; six prompts a set are shared out, none twice."""
+    """To the bit, Spearman's correlation included; six prompts per set are shared out, none twice."""
     names = ["--data.init_args.tasks", "[sst2,stsb]", "--data.init_args.controls", "[rte]"]
     fit = ["fit", "--config", "flan_t5_glue.yaml", *overrides(learned), *names]
     log = "--trainer.logger.init_args.name"
