@@ -1,10 +1,11 @@
-# Two commands do everything on a fresh machine with Python 3.10+ and pip; both make their own .venv.
+# These commands do everything on a fresh machine with Python 3.10+ and pip; each makes its own .venv.
 #   make quickstart   fold the zoo's eight experts into one model and score it
-#   make test         lint, types, tests
+#   make test         lint, types, tests, and the documentation
+#   make docs         the documentation as a site in site/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint docs clean
 
 quickstart: .venv/installed
 	$(BIN)/safemerge fit --config quickstart.yaml
@@ -17,6 +18,10 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site: site/index.html"
+
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
@@ -27,4 +32,4 @@ lint: .venv/installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

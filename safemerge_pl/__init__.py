@@ -49,6 +49,13 @@ _HOMES = {
     **dict.fromkeys(_METHODS, "safemerge_pl.methods"),
 }
 _MODULES = ("callbacks", "functional", "metrics")
+_EARLIER = {
+    "benchmark_data": "safemerge_pl.data",
+    "glue": "safemerge_pl.data",
+    "open_clip_backbone": "safemerge_pl.backbones",
+    "t5_backbone": "safemerge_pl.backbones",
+}
+"""Modules of version 0.1.0 that configurations and checkpoints name in class paths, and where the classes are now."""
 
 __all__ = [
     "NUFILT",
@@ -78,6 +85,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"safemerge_pl.{name}")
+    if name in _EARLIER:
+        return importlib.import_module(_EARLIER[name])
     raise AttributeError(f"module 'safemerge_pl' has no attribute '{name}'")
 
 

@@ -1,13 +1,18 @@
-"""The numbers of a merge stream as pure functions (paper section 5.1, METHODS 12).
+"""The scores of a merge stream: their names and their formulas (paper, section 5.1).
 
 ``accuracy[i, j]`` is the accuracy on task ``j`` after merge ``i`` (both from 0), in whatever unit the caller uses;
-NaN means *not measured*. A value that is undefined is NaN, never 0.
+NaN means *not measured*. A score that is undefined is NaN, never 0; among plain numbers it is left out.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["average_accuracy", "backward_transfer", "general_average", "h_score"]
+__all__ = ["SCORES", "average_accuracy", "backward_transfer", "general_average", "h_score", "summarise"]
+
+SCORES = ("ACC", "Gen", "H", "BWT")
+"""Names of the scores in logs, files, tables and figures, in the order in which tables show them."""
 
 
 def average_accuracy(accuracy: Tensor) -> Tensor:
@@ -89,6 +94,48 @@ def h_score(acc: Tensor, gen: Tensor) -> Tensor:
     """
     total = acc + gen
     return torch.where((acc <= 0) | (gen <= 0), torch.zeros_like(total), 2 * acc * gen / total)
+
+
+def summarise(
+    tasks: Sequence[float], controls: Sequence[float], when_merged: Sequence[float] | None = None
+) -> dict[str, float]:
+    """Those of :data:`SCORES` that are defined, of one model that was scored on everything.
+
+    Args:
+        tasks: accuracy on each task, in the order of the stream.
+        controls: accuracy on each control set.
+        when_merged: accuracy on each task right after it was merged, for BWT; left out where nothing was merged.
+
+    Returns:
+        Plain numbers in the order of :data:`SCORES`; equal to the tensor functions but for the rounding of a sum.
+
+    Raises:
+        ValueError: if ``when_merged`` has not one entry per task.
+
+    Example:
+        >>> summarise([0.5, 1.0], [0.25, 0.5])
+        {'ACC': 0.75, 'Gen': 0.375, 'H': 0.5}
+        >>> summarise([0.5, 1.0], [], when_merged=[0.75, 1.0])
+        {'ACC': 0.75, 'BWT': -0.25}
+    """
+    scores = {}
+    if tasks:
+        scores["ACC"] = _mean(tasks)
+    if controls:
+        scores["Gen"] = _mean(controls)
+    if tasks and controls:
+        acc, gen = torch.tensor([scores["ACC"], scores["Gen"]], dtype=torch.float64)
+        scores["H"] = h_score(acc, gen).item()
+    if when_merged is not None:
+        changes = [last - first for last, first in zip(tasks, when_merged, strict=True)][:-1]
+        if changes:
+            scores["BWT"] = _mean(changes)
+    return scores
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Added from left to right: a tensor's sum goes another way, and scores on disk must be found again to the bit."""
+    return sum(values) / len(values)
 
 
 def _require_square(accuracy: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Merging under the ``Trainer`` of transformers: one ``train()`` a task."""
+"""Merging under the ``Trainer`` of transformers: one ``train()`` per task."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ __all__ = ["MergeTrainerCallback"]
 class MergeTrainerCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Fold what a ``Trainer`` has trained at the end of ``train()``, and start the next from the pretrained weights.
 
-    Use it with one ``Trainer`` a task on one model: the optimiser and its schedule are then fresh for every task. After
-    ``train()`` the model holds the merged weights, so ``evaluate()`` and ``save_model()`` see those. Checkpoints that
-    the ``Trainer`` writes during training hold the weights in training; ``load_best_model_at_end`` comes before the
-    fold.
+    Use it with one ``Trainer`` per task on one model: the optimiser and its schedule are then fresh for every task.
+    After ``train()`` the model holds the merged weights, so ``evaluate()`` and ``save_model()`` see those. Checkpoints
+    that the ``Trainer`` writes during training hold the weights in training; ``load_best_model_at_end`` comes before
+    the fold.
 
     Args:
         merger: made from the model (or the part of it that is merged) before it is trained.

@@ -1,9 +1,8 @@
 """Fold a module into a merge while it is being trained, task after task. Pure PyTorch."""
 
-import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,11 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter_modules import adapter_deltas, adapter_names, plain_name
-from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.folding.store import LazyTensors
+from safemerge_pl.checkpoints.module_weights import read_for_module
+from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, open_checkpoint
+from safemerge_pl.checkpoints.tensors import LazyTensors, View
+from safemerge_pl.folding.bound import MaxResponse
+from safemerge_pl.folding.processes import Processes
+from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods.base import MergeMethod
+from safemerge_pl.methods.saved import rebuild_method
+from safemerge_pl.output.saving import read_merge
 
 __all__ = ["LiveMerger", "Rest", "RestartFrom", "require_choices"]
 
@@ -23,7 +29,7 @@ RestartFrom = Literal["pretrained", "merged"]
 Rest = Literal["pretrained", "keep"]
 
 
-class LiveMerger(ContinualMerger):
+class LiveMerger:
     """A merge whose incoming models are trained in one module, one task after the other.
 
     The module's weights when this is made are the pretrained ones. After each task :meth:`fold_trained` merges what was
@@ -41,6 +47,12 @@ class LiveMerger(ContinualMerger):
             vector is what the task's own training changed.
         rest: what becomes of the module's tensors that are not merged: ``"pretrained"`` puts them back at every
             boundary, as in the paper; ``"keep"`` leaves them as trained last.
+
+    Attributes:
+        module: the module.
+        merger: the merge itself, which knows nothing of the module.
+        restart_from: see above.
+        rest: see above.
 
     Raises:
         CheckpointError: if the module cannot be merged, or holds adapters other than plain LoRA.
@@ -68,6 +80,7 @@ class LiveMerger(ContinualMerger):
         pretrained: Source | None = None,
         restart_from: RestartFrom = "pretrained",
         rest: Rest = "pretrained",
+        max_response: MaxResponse = "auto",
     ) -> None:
         require_choices(restart_from, rest)
         self.module, self.restart_from, self.rest = module, restart_from, rest
@@ -81,8 +94,8 @@ class LiveMerger(ContinualMerger):
                 "start from fresh adapters with `init_lora_weights=True`."
             )
         if pretrained is not None:
-            tensors |= _from_source(module, tensors, pretrained)
-        super().__init__(tensors, method, layers=layers, device=device)
+            tensors |= read_for_module(module, tensors, pretrained)
+        self.merger = ContinualMerger(tensors, method, layers=layers, device=device, max_response=max_response)
         if pretrained is None:
             self.pretrained.source = f"the {type(module).__name__} before training"
         normalised = [name for name, part in module.named_modules() if _has_statistics(part)]
@@ -93,6 +106,109 @@ class LiveMerger(ContinualMerger):
                 f"{fate}; if you have data, renew them with torch.optim.swa_utils.update_bn.",
                 stacklevel=2,
             )
+
+    @property
+    def plan(self) -> MergePlan:
+        """What is merged of the module."""
+        return self.merger.plan
+
+    @property
+    def pretrained(self) -> Checkpoint:
+        """The pretrained weights, by the names that the module's tensors have without adapters around them."""
+        return self.merger.pretrained
+
+    @property
+    def layers(self) -> list[MergeLayer]:
+        """Matrices that are merged in stacks."""
+        return self.merger.layers
+
+    @property
+    def others(self) -> list[MergeLayer]:
+        """Tensors that are merged one by one."""
+        return self.merger.others
+
+    @property
+    def method(self) -> MergeMethod:
+        """How to merge."""
+        return self.merger.method
+
+    @property
+    def max_response(self) -> float | None:
+        """Bound on the response of what is merged, ``None`` where there is none."""
+        return self.merger.max_response
+
+    @property
+    def scale(self) -> float:
+        """Share of the accumulated vector that is deployed."""
+        return self.merger.scale
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names folded so far, in order."""
+        return self.merger.tasks
+
+    @property
+    def reports(self) -> list[FoldReport]:
+        """One report per fold."""
+        return self.merger.reports
+
+    @property
+    def merged(self) -> dict[str, Tensor]:
+        """Copies of all merged parameters in float32, see :attr:`ContinualMerger.merged`."""
+        return self.merger.merged
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arithmetic runs."""
+        return self.merger.device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self.merger.device = device
+
+    @property
+    def processes(self) -> Processes:
+        """Among which the work is shared out."""
+        return self.merger.processes
+
+    @processes.setter
+    def processes(self, processes: Processes) -> None:
+        self.merger.processes = processes
+
+    @property
+    def progress(self) -> Callable[[str, int, int], None] | None:
+        """Called now and then with the task, and the merged and the total number of its weights."""
+        return self.merger.progress
+
+    @progress.setter
+    def progress(self, progress: Callable[[str, int, int], None] | None) -> None:
+        self.merger.progress = progress
+
+    def merged_parameters(self) -> Mapping[str, Tensor]:
+        """Those parameters that the method merges, float32; not copies: do not change them."""
+        return self.merger.merged_parameters()
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the merged layers in float32, see :meth:`ContinualMerger.fingerprint`."""
+        return self.merger.fingerprint()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights, as plain values, see :meth:`ContinualMerger.state_dict`."""
+        return self.merger.state_dict()
+
+    def fold(self, incoming: Source, task: str) -> FoldReport:
+        """Merge a model that was trained elsewhere, and leave the merged weights in the module.
+
+        Args:
+            incoming: a model fine-tuned from the pretrained one, see :meth:`ContinualMerger.fold`.
+            task: its name, not used before.
+
+        Raises:
+            CheckpointError: if it does not fit; nothing has changed then.
+        """
+        report = self.merger.fold(incoming, task)
+        self.apply_merged()
+        return report
 
     def fold_trained(self, task: str, source: str = "") -> FoldReport:
         """Merge what the module holds now, and leave the merged weights in it.
@@ -106,9 +222,7 @@ class LiveMerger(ContinualMerger):
         """
         incoming = open_checkpoint(self._trained())
         incoming.source = source or f"the {type(self.module).__name__} in training"
-        report = super().fold(incoming, task)
-        self.apply_merged()
-        return report
+        return self.fold(incoming, task)
 
     def apply_merged(self) -> None:
         """Put the merged weights into the module."""
@@ -119,7 +233,7 @@ class LiveMerger(ContinualMerger):
         if self.restart_from == "merged":
             self.apply_merged()
         else:
-            self._write({name: self.pretrained[name] for name in self._parameters()})
+            self._write({name: self.pretrained[name] for name in self.plan.parameters})
 
     def attach(self, module: nn.Module) -> None:
         """Go on with another module of the same architecture.
@@ -143,7 +257,7 @@ class LiveMerger(ContinualMerger):
         """Everything needed to continue, as plain values and tensors; not the pretrained weights, only their hash."""
         return {
             "merger": self.state_dict(),
-            "merged": dict(self.merged_parameters()) if self.tasks else {},
+            "merged": dict(self.merger.accumulated_parameters()) if self.tasks else {},
             "adapters": dict(self._adapters),
             "rest": self._rest_hash(),
             "settings": {"restart_from": self.restart_from, "rest": self.rest},
@@ -159,7 +273,8 @@ class LiveMerger(ContinualMerger):
         for key, value in state["settings"].items():
             if mine[key] != value:
                 raise CheckpointError(f"the merge was made with {key}={value!r}, not {mine[key]!r}; use the same.")
-        self.load_state_dict(state["merger"], state["merged"] or {n: self.pretrained[n] for n in self._parameters()})
+        weights = state["merged"] or {name: self.pretrained[name] for name in self.plan.parameters}
+        self.merger.load_state_dict(state["merger"], weights)
         if state["rest"] != self._rest_hash():
             raise CheckpointError(
                 "tensors that are not merged started from other values than now; begin from the same pretrained "
@@ -176,14 +291,39 @@ class LiveMerger(ContinualMerger):
         template = self._origin if template is None else template
         config = getattr(self.module, "config", None)
         if template is not None or not hasattr(config, "save_pretrained"):
-            return super().save(folder, template=template, **options)
+            return self.merger.save(folder, template=template, **options)
         with tempfile.TemporaryDirectory() as files:
             config.save_pretrained(files)  # type: ignore[union-attr]
-            self.pretrained.folder = Path(files)
-            try:
-                return super().save(folder, **options)
-            finally:
-                self.pretrained.folder = None
+            return self.merger.save(folder, template=_WithFiles(self.pretrained, Path(files)), **options)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        module: nn.Module,
+        *,
+        method: MergeMethod | None = None,
+        pretrained: Source | None = None,
+        **options: Any,
+    ) -> "LiveMerger":
+        """Continue a saved merge in a module; nothing is written into it yet, see :meth:`apply_merged`.
+
+        Args:
+            folder: written by :meth:`save`.
+            module: as in the constructor.
+            method: the same method as then; rebuilt from the saved settings if left out.
+            pretrained: the pretrained weights, for a module that no longer holds them.
+            options: others of the constructor; ``layers`` the same as then.
+
+        Raises:
+            CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
+        """
+        saved = read_merge(Path(folder))
+        if options.get("max_response", "auto") == "auto":
+            options["max_response"] = saved.values.get("max_response")
+        merger = cls(module, method or rebuild_method(saved.values["method"]), pretrained=pretrained, **options)
+        merger.merger.restore(folder)
+        return merger
 
     def _tensors(self) -> dict[str, Tensor]:
         """The module's own tensors, by the names that they have without adapters around them."""
@@ -193,7 +333,7 @@ class LiveMerger(ContinualMerger):
     def _trained(self) -> dict[str, Tensor]:
         """Copies on the CPU of what is merged, with adapters added."""
         tensors, deltas = self._tensors(), adapter_deltas(self.module)
-        found = {name: tensors[name].detach().cpu() for name in self._parameters()}
+        found = {name: tensors[name].detach().cpu() for name in self.plan.parameters}
         found |= {name: found[name].float() + delta.float().cpu() for name, delta in deltas.items() if name in found}
         lost = sorted(name for name, delta in deltas.items() if name not in found and delta.any())
         if lost:
@@ -215,13 +355,25 @@ class LiveMerger(ContinualMerger):
         tensors = self._tensors()
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in {**rest, **parameters}.items():
-                if name not in self._aliases:
+                if name not in self.plan.aliases:
                     tensors[name].copy_(tensor)
 
     def _rest_hash(self) -> str:
-        merged = {*self._parameters(), *self._aliases}
+        merged = {*self.plan.parameters, *self.plan.aliases}
         names = [name for name in self.pretrained if name not in merged]
         return fingerprint(LazyTensors(names, self.pretrained.__getitem__))
+
+
+class _WithFiles(View):
+    """A model in memory, completed by the files of a folder."""
+
+    def __init__(self, under: Checkpoint, folder: Path) -> None:
+        super().__init__(under)
+        self.folder = folder
+
+    def storage(self, name: str) -> int | None:
+        """See :class:`Checkpoint`."""
+        return self._under.storage(name)
 
 
 def require_choices(restart_from: str = "pretrained", rest: str = "pretrained") -> None:
@@ -234,40 +386,6 @@ def require_choices(restart_from: str = "pretrained", rest: str = "pretrained") 
         raise ValueError(f"`restart_from` must be 'pretrained' or 'merged', got {restart_from!r}.")
     if rest not in get_args(Rest):
         raise ValueError(f"`rest` must be 'pretrained' or 'keep', got {rest!r}.")
-
-
-def _from_source(module: nn.Module, tensors: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
-    """Every floating-point tensor from a checkpoint, in the dtype that the module has it in."""
-    checkpoint, wanted = open_checkpoint(source), [name for name, each in tensors.items() if each.is_floating_point()]
-    try:
-        names = match_names(wanted, checkpoint)
-    except CheckpointError:
-        checkpoint = _as_in_memory(module, checkpoint)
-        names = match_names(wanted, checkpoint)
-    for name, theirs in names.items():
-        if checkpoint.shape(theirs) != tuple(tensors[name].shape):
-            raise CheckpointError(
-                f"{checkpoint.source}: `{theirs}` has shape {checkpoint.shape(theirs)}, the module's `{name}` has "
-                f"{tuple(tensors[name].shape)}: is it the model that this module was made from?"
-            )
-    return {name: checkpoint[theirs].to(tensors[name].dtype) for name, theirs in names.items()}
-
-
-def _as_in_memory(module: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """A folder read by the module's own class: transformers gives some models other names in memory than in files."""
-    transformers = sys.modules.get("transformers")  # never imported: a module of its classes has done so
-    if transformers is None or not isinstance(module, transformers.PreTrainedModel) or checkpoint.folder is None:
-        return checkpoint
-    try:
-        options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-        loaded, found = type(module).from_pretrained(checkpoint.folder, **options)
-    except (OSError, ValueError, RuntimeError):
-        return checkpoint
-    if found["missing_keys"] or found["mismatched_keys"]:  # they would be random
-        return checkpoint
-    opened = open_checkpoint(loaded.state_dict())
-    opened.source = checkpoint.source
-    return opened
 
 
 def _has_statistics(part: nn.Module) -> bool:

@@ -4,8 +4,9 @@ import copy
 import functools
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,48 @@ from torch import Tensor
 from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Likeness, Mismatch
-from safemerge_pl.checkpoints.fit import aligned, require_dtype, require_finite, require_fit, require_values
+from safemerge_pl.checkpoints.fit import Fitted, fit
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE
+from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE, LazyTensors, tied_names
+from safemerge_pl.checkpoints.values import require_dtype, require_finite, require_values
+from safemerge_pl.folding.bound import MaxResponse, choose_bound, measure_response, scale_vector
 from safemerge_pl.folding.engine import Folding
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport, LayerReport
-from safemerge_pl.folding.selection import left_out, what_is_merged
-from safemerge_pl.folding.store import DiskTensors, LazyTensors
+from safemerge_pl.folding.selection import plan_merge
+from safemerge_pl.folding.store import DiskTensors
+from safemerge_pl.maths.response import bounded_scale
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
-from safemerge_pl.output import saving
-from safemerge_pl.output.folders import STATE_FORMAT, require_format
-from safemerge_pl.output.ledger import ledger_line, provenance
+from safemerge_pl.methods.saved import describe_method, rebuild_method, require_plain_settings, require_same_method
+from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
+from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
-from safemerge_pl.output.weights import tied_names
+from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.disk_cache import KeptTensors
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where a merge stands. A fold puts a new one in the place of the old in a single step, which cannot fail.
+
+    Attributes:
+        merged: parameters with the whole accumulated vector, float32, in the pretrained layout; those merged so far.
+        reports: one per fold.
+        ledger: one line of JSON per fold.
+    """
+
+    merged: Mapping[str, Tensor] = field(default_factory=dict)
+    reports: tuple[FoldReport, ...] = ()
+    ledger: tuple[str, ...] = ()
+
+    def close(self) -> None:
+        """Remove files that only this position needed."""
+        if isinstance(self.merged, DiskTensors):
+            self.merged.close()
 
 
 class ContinualMerger:
@@ -48,9 +72,14 @@ class ContinualMerger:
             an earlier merge is read from its own folder then. Files in it are removed when they are replaced.
         on_mismatch: ``"pretrained"`` also takes models of another image size or vocabulary, and keeps the pretrained
             rows of their position tables and embeddings; ``"error"`` refuses them.
+        max_response: bounds how strongly the pretrained matrices read what is merged, and so protects what the
+            pretrained model knows, whatever the incoming models are and however many there are. The accumulated vector
+            is kept whole, and ``scale`` times it is deployed. 0.035 is a good value; ``"auto"`` takes the method's own,
+            ``None`` bounds nothing.
 
     Raises:
         CheckpointError: if ``pretrained`` cannot be read or holds NaN or Inf in a layer to merge.
+        ValueError: if ``max_response`` is no number above 0, or a setting of the method is not finite.
 
     Example:
         >>> layer = "encoder.layers.0.mlp.fc1"
@@ -71,37 +100,69 @@ class ContinualMerger:
         device: str | torch.device = "cpu",
         workspace: str | Path | None = None,
         on_mismatch: Mismatch = "error",
+        max_response: MaxResponse = "auto",
     ) -> None:
         self.workspace = None if workspace is None else Path(workspace)
         self.on_mismatch: Mismatch = on_mismatch
         self.method = SafeMerge() if method is None else method
-        self.pretrained = _snapshot(pretrained)
-        self._aliases = tied_names(self.pretrained)
-        self.layers, self.others = what_is_merged(self.pretrained, self.method, layers)
-        self._left_out = left_out(self.pretrained, self.layers, self.others, layers)
+        require_plain_settings(self.method)
+        self.max_response = choose_bound(self.method, max_response)
+        self.plan = plan_merge(_snapshot(pretrained), self.method, layers)
         self.device = torch.device(device)
         self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
-        self.progress: Callable[[str, int, int], None] | None = None  # told task, weights merged and weights in all
-        self.reports: list[FoldReport] = []
-        self.ledger: list[str] = []  # a line of JSON a fold
+        # called now and then with the task, and the merged and the total number of its weights
+        self.progress: Callable[[str, int, int], None] | None = None
         self.saved: Path | None = None  # the output that it was read from or written to last
-        self._merged: Mapping[str, Tensor] = {}  # fp32, in the pretrained layout; only what has been merged
+        self._now = _Position()
+        self._own_energies: dict[str, float] = {}  # of the pretrained matrices, for the response
         self._caches: dict[tuple[str, ...], KeptTensors] = {}
         with exact_arithmetic(self.device):
-            for name in self._parameters():
+            for name in self.plan.parameters:
                 require_dtype(self.pretrained, name)
-            self.reference = self._hash(lambda name: _sound(self.pretrained, name).float())
+            self.reference = self._hash(lambda name: _read_finite(self.pretrained, name).float())
+
+    @property
+    def pretrained(self) -> Checkpoint:
+        """The pretrained model."""
+        return self.plan.pretrained
+
+    @property
+    def layers(self) -> list[MergeLayer]:
+        """Matrices that are merged in stacks."""
+        return self.plan.layers
+
+    @property
+    def others(self) -> list[MergeLayer]:
+        """Tensors that are merged one by one."""
+        return self.plan.others
 
     @property
     def tasks(self) -> list[str]:
         """Names folded so far, in order."""
-        return [report.task for report in self.reports]
+        return [report.task for report in self._now.reports]
+
+    @property
+    def reports(self) -> list[FoldReport]:
+        """One report per fold."""
+        return list(self._now.reports)
+
+    @property
+    def ledger(self) -> list[str]:
+        """One line of JSON per fold."""
+        return list(self._now.ledger)
+
+    @property
+    def scale(self) -> float:
+        """Share of the accumulated vector that is deployed: 1 unless ``max_response`` bounds it."""
+        return self._now.reports[-1].scale if self._now.reports else 1.0
 
     @property
     def merged(self) -> dict[str, Tensor]:
         """Copies of all merged parameters in float32, by the pretrained model's names; buffers as they are."""
+        parameters, first = self.merged_parameters(), self.plan.aliases
         tensors = {
-            name: self._merged.get(self._aliases.get(name, name), self.pretrained[name]) for name in self.pretrained
+            name: parameters[first.get(name, name)] if first.get(name, name) in parameters else self.pretrained[name]
+            for name in self.pretrained
         }
         return {
             name: tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
@@ -109,13 +170,18 @@ class ContinualMerger:
         }
 
     def merged_parameters(self) -> Mapping[str, Tensor]:
-        """Those parameters that the method merges, float32; not copies: do not change them."""
-        found = LazyTensors(self._parameters(), self._current)
+        """Those parameters that the method merges, as deployed, float32; not copies: do not change them."""
+        found = LazyTensors(self.plan.parameters, self._deploy(self._current, self.scale))
+        return dict(found) if self.workspace is None else found
+
+    def accumulated_parameters(self) -> Mapping[str, Tensor]:
+        """The same with the whole accumulated vector, which the next fold adds to."""
+        found = LazyTensors(self.plan.parameters, self._current)
         return dict(found) if self.workspace is None else found
 
     def fingerprint(self) -> str:
-        """SHA-256 of the merged layers in float32, the same for every library that stores the model."""
-        return self._hash(self._current)
+        """SHA-256 of the merged layers as deployed, in float32, the same for every library that stores the model."""
+        return self._now.reports[-1].merged if self._now.reports else self.reference
 
     def fold(self, incoming: Source, task: str) -> FoldReport:
         """Merge one more model, wholly or not at all.
@@ -130,72 +196,63 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the incoming model does not fit; nothing has changed then.
         """
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self._now
         state = copy.deepcopy(self.method.state_dict())
         try:
             with exact_arithmetic(self.device):
-                names, checkpoint, hashed = self.processes.agree(lambda: self._sound_incoming(incoming, task))
-                folding = self._folding(checkpoint, names, task)
+                fitted, hashed = self.processes.agree(lambda: self._examine(incoming, task))
+                folding = self._folding(fitted, task)
                 staged = self._room()
                 folding.run(staged)
-        except CheckpointError as error:
-            self.method.load_state_dict(state)
-            raise CheckpointError(f"task '{task}': {error}") from error
-        except BaseException:
-            self.method.load_state_dict(state)
+                response, scale = self._measure(staged)
+                merged = self._hash(self._deploy(staged.__getitem__, scale))
+                rows = [folding.rows[layer.name] for layer in self.plan.units]
+                report = FoldReport(
+                    task=task,
+                    index=len(before.reports) + 1,
+                    source=fitted.source,
+                    incoming=hashed,
+                    merged=merged,
+                    seconds=time.perf_counter() - start,
+                    solve_seconds=folding.solve_seconds,
+                    kept_fraction=self._kept_fraction(rows),
+                    losses=tuple(folding.losses),
+                    layers=tuple(rows),
+                    notes=(*self._notes(fitted, rows, hashed), *folding.notes),
+                    response=response,
+                    scale=scale,
+                    **provenance(fitted),
+                )
+                line = self._ledger_line(report)
+            # all that can fail is done: from here on the merge has the task, report and ledger line included
+            self._now = _Position(staged, (*before.reports, report), (*before.ledger, line))
+        except BaseException as error:
+            if self._now is before:
+                self.method.load_state_dict(state)
+            if isinstance(error, CheckpointError):
+                raise CheckpointError(f"task '{task}': {error}") from error
             raise
-        self._replace(staged)
-        rows = [folding.rows[layer.name] for layer in self._units()]
-        entries = [layer.entries for layer in self._units()]
-        report = FoldReport(
-            task=task,
-            index=len(self.reports) + 1,
-            source=checkpoint.source,
-            incoming=hashed,
-            merged=self.fingerprint(),
-            seconds=time.perf_counter() - start,
-            solve_seconds=folding.solve_seconds,
-            kept_fraction=sum(row.kept_fraction * size for row, size in zip(rows, entries, strict=True)) / sum(entries),
-            losses=tuple(folding.losses),
-            layers=tuple(rows),
-            notes=(*self._notes(checkpoint, rows, hashed), *folding.notes),
-            **provenance(checkpoint),
-        )
-        self.reports.append(report)
-        self.ledger.append(self._ledger_line(report))
+        before.close()
         return report
 
-    def check(self, incoming: Source, task: str, *, values: bool = True) -> tuple[dict[str, str], Checkpoint]:
+    def check(self, incoming: Source, task: str, *, values: bool = True) -> Fitted:
         """See whether a model could be folded, without changing anything.
 
         Args:
             incoming: as for :meth:`fold`.
             task: as for :meth:`fold`.
-            values: also read the tensors and look for NaN and Inf; otherwise headers only (and an adapter's factors).
+            values: also read the tensors and look for NaN and Inf; otherwise headers only.
 
         Returns:
-            The incoming name of each parameter to merge, and the opened checkpoint.
+            The parameters to merge, as the incoming model has them; :meth:`fold` takes it, and matches no name again.
 
         Raises:
             CheckpointError: if it does not fit.
         """
-        checkpoint = self._aligned(incoming, task, values=values)
-        return require_fit(self.pretrained, self._parameters(), checkpoint, values=values), checkpoint
-
-    def _aligned(self, incoming: Source, task: str, *, values: bool) -> Checkpoint:
         if task.casefold() in (name.casefold() for name in self.tasks):
             raise CheckpointError(f"a task of the name '{task}' is already merged; give another name.")
-        opened, parameters = open_checkpoint(incoming), self._parameters()
-        return aligned(self.pretrained, parameters, opened, values=values, on_mismatch=self.on_mismatch)
-
-    def _sound_incoming(self, incoming: Source, task: str) -> tuple[dict[str, str], Checkpoint, str]:
-        """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
-        checkpoint = self._aligned(incoming, task, values=True)
-        names = require_fit(self.pretrained, self._parameters(), checkpoint, values=False)
-        likeness = Likeness(self.pretrained, list(names))
-        hashed = self._hash(lambda name: likeness.add(name, _sound(checkpoint, names[name])))
-        checkpoint.notes = tuple(dict.fromkeys((*checkpoint.notes, *likeness.notes())))
-        return names, checkpoint, hashed
+        opened, parameters = open_checkpoint(incoming), self.plan.parameters
+        return fit(self.pretrained, parameters, opened, values=values, on_mismatch=self.on_mismatch)
 
     def save(
         self,
@@ -225,10 +282,24 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the folder cannot be used or written; what was there stays as it was.
         """
-        saving.save_merge(
-            self, Path(folder), template=template, dtype=dtype, max_shard_size=max_shard_size, copy_code=copy_code
+        state = MergeState(
+            plan=self.plan,
+            merged=self.merged_parameters(),
+            masters=self.accumulated_parameters(),
+            values=self.state_dict(),
+            reports=tuple(self.reports),
+            ledger=tuple(self.ledger),
+            label=self.method.label,
+            saved=self.saved,
         )
-        return Path(folder)
+        place = Path(folder)
+        options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "copy_code": copy_code}
+        written = save_merge(state, place, template=template, **options)
+        if self.saved == place.resolve() and isinstance(self._now.merged, LazyTensors):
+            masters = written.masters()  # what was read from the earlier output when needed is in this one now
+            self._now = replace(self._now, merged=LazyTensors(self.plan.parameters, masters.__getitem__))
+        self.saved = place.resolve()
+        return place
 
     @classmethod
     def load(
@@ -240,12 +311,39 @@ class ContinualMerger:
             folder: written by :meth:`save`.
             pretrained: the same pretrained model as then.
             method: the same method as then; rebuilt from the saved settings if left out.
-            options: others of the constructor; ``layers`` the same as then.
+            options: others of the constructor; ``layers`` the same as then. ``max_response`` is that of then if it is
+                left out.
 
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
-        return saving.load_merge(cls, Path(folder), pretrained, method=method, options=options)
+        saved = read_merge(Path(folder))
+        if options.get("max_response", "auto") == "auto":
+            options["max_response"] = saved.values.get("max_response")
+        merger = cls(pretrained, method or rebuild_method(saved.values["method"]), **options)
+        merger.restore(folder)
+        return merger
+
+    def restore(self, folder: str | Path) -> None:
+        """Take up a saved merge of the same pretrained model with the same method.
+
+        Args:
+            folder: written by :meth:`save`.
+
+        Raises:
+            CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
+        """
+        saved = read_merge(Path(folder))
+        while True:
+            try:
+                self.load_state_dict(saved.values, saved.masters())
+                self._now = replace(self._now, ledger=tuple(continue_ledger(saved.ledger(), self._now.ledger)))
+                break
+            except CheckpointError:
+                earlier, saved = saved, read_merge(Path(folder))
+                if saved.values["reports"] == earlier.values["reports"]:
+                    raise  # otherwise it was replaced while it was read: read it again
+        self.saved = Path(folder).resolve()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, as plain values: tasks and reports, method, hashes."""
@@ -253,12 +351,9 @@ class ContinualMerger:
             "format": STATE_FORMAT,
             "tasks": self.tasks,
             "reference": self.reference,
-            "merged": self.fingerprint(),
-            "method": {
-                "class_path": f"{type(self.method).__module__}.{type(self.method).__qualname__}",
-                "init_args": self.method.settings(),
-                "state": self.method.state_dict(),
-            },
+            "merged": self.fingerprint() if self.scale == 1.0 else self._hash(self._current),  # of the masters
+            **({} if self.max_response is None else {"max_response": self.max_response}),
+            "method": describe_method(self.method),
             "reports": [asdict(report) for report in self.reports],
         }
 
@@ -274,19 +369,14 @@ class ContinualMerger:
                 f"the merge was started from another pretrained model (its layers hash to {state['reference'][:12]}, "
                 f"those of {self.pretrained.source} to {self.reference[:12]}); give the same one."
             )
-        mine = self.state_dict()["method"]
-        saved = state["method"]
-        if mine["class_path"] != saved["class_path"]:
-            raise CheckpointError(f"the merge was made with {saved['class_path']}, not with {mine['class_path']}.")
-        changed = [
-            f"{key}: {saved['init_args'].get(key)} then, {mine['init_args'].get(key)} now"
-            for key in sorted(mine["init_args"].keys() | saved["init_args"].keys())
-            if mine["init_args"].get(key) != saved["init_args"].get(key)
-        ]
-        if changed:
-            raise CheckpointError(f"the merge was made with other settings ({'; '.join(changed)}); use the same ones.")
+        require_same_method(self.method, state["method"])
+        if state.get("max_response") != self.max_response:
+            raise CheckpointError(
+                f"the merge was made with `max_response` {state.get('max_response')}, not {self.max_response}; use the "
+                "same."
+            )
         checkpoint = open_checkpoint(weights)
-        names = match_names(self._parameters(), checkpoint)
+        names = match_names(self.plan.parameters, checkpoint)
         merged: Mapping[str, Tensor] = LazyTensors(
             list(names), lambda name: checkpoint[names[name]].detach().float().cpu()
         )
@@ -296,75 +386,109 @@ class ContinualMerger:
             raise CheckpointError(
                 f"{checkpoint.source}: the merged weights are not those that the state was saved with."
             )
-        self.method.load_state_dict(saved["state"])
-        self._replace(merged)
-        self.reports = [FoldReport.from_dict(report) for report in state["reports"]]
-        self.ledger = [self._ledger_line(report) for report in self.reports]
+        reports = tuple(FoldReport.from_dict(report) for report in state["reports"])
+        lines = tuple(self._ledger_line(report) for report in reports)
+        self.method.load_state_dict(state["method"]["state"])
+        before, self._now = self._now, _Position(merged, reports, lines)
+        before.close()
 
     def _ledger_line(self, report: FoldReport) -> str:
         return ledger_line(report, self.method.label, self.method.settings())
-
-    def _units(self) -> list[MergeLayer]:
-        """Everything that is merged: matrices of the stacks, then single tensors."""
-        return [*self.layers, *self.others]
-
-    def _parameters(self) -> list[str]:
-        """Names of the parameters that are merged, each once."""
-        return list(dict.fromkeys(layer.parameter for layer in self._units()))
 
     def _hash(self, read: Callable[[str], Tensor]) -> str:
         """Fingerprint of the layers inside the parameters that ``read`` gives, a few of which are held at a time."""
         # the parts of a fused tensor do not follow each other by name
         read = functools.lru_cache(4 + min(HASHED_AT_ONCE, torch.get_num_threads()))(read)
-        layers = {layer.name: layer for layer in sorted(self._units(), key=lambda layer: layer.name)}
+        layers = {layer.name: layer for layer in sorted(self.plan.units, key=lambda layer: layer.name)}
         return fingerprint(LazyTensors(list(layers), lambda name: layers[name].view(read(layers[name].parameter))))
 
     def _current(self, name: str) -> Tensor:
-        merged = self._merged.get(name)
+        """A parameter with the whole accumulated vector."""
+        merged = self._now.merged.get(name)
         return self.pretrained[name].float() if merged is None else merged
 
-    def _folding(self, checkpoint: Checkpoint, names: dict[str, str], task: str) -> Folding:
+    def _deploy(self, read: Callable[[str], Tensor], scale: float) -> Callable[[str], Tensor]:
+        """Parameters with a part of the accumulated vector, from those with all of it."""
+        if scale == 1.0:
+            return read
+        return lambda name: scale_vector(self.pretrained[name], read(name), scale)
+
+    def _measure(self, staged: Mapping[str, Tensor]) -> tuple[float | None, float]:
+        """Response of what is staged, and the scale that keeps the bound; no passes where nothing is bounded."""
+        if self.max_response is None:
+            return None, 1.0
+        response = measure_response(
+            self.plan.matrices,
+            self.pretrained.__getitem__,
+            staged.__getitem__,
+            device=self.device,
+            processes=self.processes,
+            own=self._own_energies,
+        )
+        return response, bounded_scale(response, self.max_response)
+
+    def _kept_fraction(self, rows: Sequence[LayerReport]) -> float:
+        """Share of all entries that were merged."""
+        entries = [layer.entries for layer in self.plan.units]
+        return sum(row.kept_fraction * size for row, size in zip(rows, entries, strict=True)) / sum(entries)
+
+    def _counts(self) -> dict[str, int]:
+        """How many tasks have changed each layer so far."""
+        return Counter(row.layer for report in self._now.reports for row in report.layers if row.task_norm)
+
+    def _examine(self, incoming: Source, task: str) -> tuple[Fitted, str]:
+        """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
+        fitted = self.check(incoming, task, values=False)
+        fitted.require_change()
+        likeness = Likeness(self.pretrained, list(fitted))
+
+        def read(name: str) -> Tensor:
+            tensor = fitted[name]
+            require_finite(tensor, fitted.names[name], fitted.source)
+            return likeness.add(name, tensor)
+
+        hashed = self._hash(read)
+        fitted.notes = tuple(dict.fromkeys((*fitted.notes, *likeness.notes())))
+        return fitted, hashed
+
+    def _folding(self, incoming: Fitted, task: str) -> Folding:
         return Folding(
             method=self.method,
-            index=len(self.reports) + 1,
+            index=len(self._now.reports) + 1,
+            counts=self._counts(),
             layers=self.layers,
             others=self.others,
             pretrained=self.pretrained,
             current=self._current,
-            incoming=checkpoint,
-            names=names,
+            incoming=incoming,
             device=self.device,
             processes=self.processes,
             reference=self.reference,
             caches=self._caches,
-            told=functools.partial(self.progress or (lambda *_: None), task),
+            on_progress=functools.partial(self.progress or (lambda *_: None), task),
         )
 
     def _room(self) -> MutableMapping[str, Tensor]:
         """Where the next merged weights go until they are whole."""
         if self.workspace is None:
             return {}
-        folder = self.workspace / str(len(self.reports) + 1)
+        folder = self.workspace / str(len(self._now.reports) + 1)
         shutil.rmtree(folder, ignore_errors=True)  # of a fold that failed
         return DiskTensors(folder)
 
-    def _replace(self, merged: Mapping[str, Tensor]) -> None:
-        """Take new merged weights for the old ones."""
-        old, self._merged = self._merged, merged
-        if isinstance(old, DiskTensors):
-            old.close()
-
     def _notes(self, checkpoint: Checkpoint, rows: list[LayerReport], hashed: str) -> Iterator[str]:
-        yield from checkpoint.notes if self.reports else (*self.pretrained.notes, *self._left_out, *checkpoint.notes)
+        yield from (
+            checkpoint.notes if self._now.reports else (*self.pretrained.notes, *self.plan.notes, *checkpoint.notes)
+        )
         if not any(row.task_norm for row in rows):
             yield "its merged layers equal the pretrained model's: nothing was added"
-        for earlier in self.reports:
+        for earlier in self._now.reports:
             if earlier.incoming == hashed:
                 yield f"the same weights were folded before, as '{earlier.task}'"
 
 
-def _sound(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor without NaN and Inf."""
+def _read_finite(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read a tensor, and see that it has neither NaN nor Inf."""
     tensor = checkpoint[name]
     require_finite(tensor, name, checkpoint.source)
     return tensor

@@ -1,4 +1,4 @@
-"""Metrics of a merge stream as torchmetrics classes over :mod:`safemerge_pl.functional`."""
+"""The accuracies of a merge stream as a torchmetrics class over :mod:`safemerge_pl.functional`."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,27 +8,15 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from safemerge_pl import functional
+from safemerge_pl.functional import SCORES, average_accuracy, backward_transfer, general_average, h_score
 
-__all__ = ["AccuracyMatrix", "AverageAccuracy", "BackwardTransfer", "GeneralAverage", "HScore"]
-
-
-class _StreamMetric(Metric):
-    """A metric of a few exact numbers: its states stay on the CPU in float64, wherever the module goes."""
-
-    full_state_update = True
-    is_differentiable = False
-    higher_is_better = True
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(sync_on_compute=False, **kwargs)
-
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "_StreamMetric":
-        return self
+__all__ = ["AccuracyMatrix"]
 
 
-class AccuracyMatrix(_StreamMetric):
+class AccuracyMatrix(Metric):
     """Accuracy of every task after every merge, and of every control set after every merge.
+
+    A few exact numbers: the states stay on the CPU in float64, wherever the module goes.
 
     The values must already be equal on all processes (each comes from its own synchronised accuracy metric), so the
     states are not reduced again. They are saved with the module and survive ``reset`` only if you do not call it:
@@ -46,14 +34,18 @@ class AccuracyMatrix(_StreamMetric):
         >>> matrix.update(1, {"mnist": 0.9, "probe": 0.5})
         >>> matrix.update(2, {"mnist": 0.7, "flags": 0.8, "probe": 0.4})
         >>> {name: round(value.item(), 4) for name, value in matrix.compute().items()}
-        {'ACC': 0.75, 'BWT': -0.2, 'Gen': 0.4, 'H': 0.5217}
+        {'ACC': 0.75, 'Gen': 0.4, 'H': 0.5217, 'BWT': -0.2}
     """
+
+    full_state_update = True
+    is_differentiable = False
+    higher_is_better = True
 
     accuracy: Tensor
     general: Tensor
 
     def __init__(self, tasks: Sequence[str], controls: Sequence[str] = (), **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(sync_on_compute=False, **kwargs)
         self.tasks, self.controls = tuple(tasks), tuple(controls)
         twins = [name for name, count in Counter((*tasks, *controls)).items() if count > 1]
         if twins:
@@ -84,6 +76,23 @@ class AccuracyMatrix(_StreamMetric):
             else:
                 self.general[step - 1, self.controls.index(name)] = share
 
+    def forward(self, step: int, accuracies: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+        """Enter the row of one merge, as :meth:`update` does, and give the scores after it.
+
+        torchmetrics would reset the state and give the scores of this row alone; but BWT compares the row with those of
+        the merges before it.
+
+        Example:
+            >>> matrix = AccuracyMatrix(["mnist", "flags"])
+            >>> _ = matrix(1, {"mnist": 0.75})
+            >>> matrix(2, {"mnist": 0.5, "flags": 1.0})["BWT"].item()
+            -0.25
+        """
+        self.update(step, accuracies)
+        scores = self.at(step)
+        self._forward_cache: Any = scores  # where Lightning looks for the value of a step
+        return scores
+
     def compute(self) -> dict[str, Tensor]:
         """ACC, BWT, Gen. and H after the last merge that was entered; NaN where a value is undefined."""
         return self.at(self.steps)
@@ -97,85 +106,14 @@ class AccuracyMatrix(_StreamMetric):
     def at(self, step: int) -> dict[str, Tensor]:
         """ACC, BWT, Gen. and H as they stood after ``step`` merges."""
         accuracy = self.accuracy[:step, :step]
-        acc, bwt = functional.average_accuracy(accuracy), functional.backward_transfer(accuracy)
+        acc, bwt = average_accuracy(accuracy), backward_transfer(accuracy)
         row = self.general[step - 1] if step else self.general.new_full((len(self.controls),), torch.nan)
-        gen = functional.general_average(row)
-        return {"ACC": acc, "BWT": bwt, "Gen": gen, "H": functional.h_score(acc, gen)}
+        gen = general_average(row)
+        return dict(zip(SCORES, (acc, gen, h_score(acc, gen), bwt), strict=True))
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "AccuracyMatrix":
+        return self  # neither another device nor another dtype
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._computed, self._update_count = None, self.steps  # else computing before an update warns
-
-
-class _MatrixMetric(_StreamMetric):
-    """A number of the stream that is fed with whole matrices."""
-
-    value: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("value", torch.tensor(torch.nan, dtype=torch.float64))
-
-    def compute(self) -> Tensor:
-        """The value of the last update."""
-        return self.value
-
-
-class AverageAccuracy(_MatrixMetric):
-    """ACC of the last ``(T, T)`` accuracy matrix, see :func:`safemerge_pl.functional.average_accuracy`.
-
-    Example:
-        >>> metric = AverageAccuracy()
-        >>> metric.update(torch.tensor([[0.9, torch.nan], [0.5, 0.75]]))
-        >>> metric.compute().item()
-        0.625
-    """
-
-    def update(self, accuracy: Tensor) -> None:
-        """Take the matrix ``(T, T)``."""
-        self.value = functional.average_accuracy(accuracy.double())
-
-
-class BackwardTransfer(_MatrixMetric):
-    """BWT of the last ``(T, T)`` accuracy matrix, see :func:`safemerge_pl.functional.backward_transfer`.
-
-    Example:
-        >>> metric = BackwardTransfer()
-        >>> metric.update(torch.tensor([[0.75, torch.nan], [0.5, 0.75]]))
-        >>> metric.compute().item()
-        -0.25
-    """
-
-    def update(self, accuracy: Tensor) -> None:
-        """Take the matrix ``(T, T)``."""
-        self.value = functional.backward_transfer(accuracy.double())
-
-
-class GeneralAverage(_MatrixMetric):
-    """Gen. of the last control accuracies, see :func:`safemerge_pl.functional.general_average`.
-
-    Example:
-        >>> metric = GeneralAverage()
-        >>> metric.update(torch.tensor([0.5, 0.25, 0.75]))
-        >>> metric.compute().item()
-        0.5
-    """
-
-    def update(self, general: Tensor) -> None:
-        """Take the accuracies ``(G,)``."""
-        self.value = functional.general_average(general.double())
-
-
-class HScore(_MatrixMetric):
-    """H-score of the last ACC and Gen., see :func:`safemerge_pl.functional.h_score`.
-
-    Example:
-        >>> metric = HScore()
-        >>> metric.update(torch.tensor(0.5), torch.tensor(0.5))
-        >>> metric.compute().item()
-        0.5
-    """
-
-    def update(self, acc: Tensor, gen: Tensor) -> None:
-        """Take ACC and Gen., scalars of one unit."""
-        self.value = functional.h_score(acc.double(), gen.double())

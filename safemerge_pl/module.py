@@ -9,11 +9,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from safemerge_pl.backbones.base import Backbone, CLIPBackbone, build_backbone
+from safemerge_pl.backbones import Backbone, CLIPBackbone, build_backbone
 from safemerge_pl.data.module import StreamDataModule
+from safemerge_pl.functional import summarise
 from safemerge_pl.metrics import AccuracyMatrix
-from safemerge_pl.scoring.rows import summarise
 from safemerge_pl.scoring.scorer import Scorer
+from safemerge_pl.scoring.tags import tag_scores
 
 __all__ = ["ContinualMergeModule"]
 
@@ -23,7 +24,7 @@ class ContinualMergeModule(L.LightningModule):
 
     The module never trains: a :class:`safemerge_pl.callbacks.MergeCallback` folds the next model in at the start of
     each epoch, and the epoch's validation scores the result. It optimises nothing and its loss is a fresh zero, so
-    Lightning counts one step a merge and checkpoints as usual.
+    Lightning counts one step per merge and checkpoints as usual.
 
     Logged after each merge, over the number of merged tasks: ``stream/ACC``, ``stream/BWT``, ``stream/Gen``,
     ``stream/H``, ``task/<name>/acc`` and ``control/<name>/acc``, all as shares in ``[0, 1]``. What is undefined (BWT
@@ -86,10 +87,9 @@ class ContinualMergeModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Refuse to continue a merge without the callback that made it."""
-        from safemerge_pl.callbacks import MergeCallback
-
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        if self.merged_tasks and not any(isinstance(callback, MergeCallback) for callback in callbacks):
+        # a merge callback is known by its merger: callbacks import this module, not the other way round
+        if self.merged_tasks and not any(hasattr(callback, "merger") for callback in callbacks):
             raise MisconfigurationException(
                 f"this module has {len(self.merged_tasks)} tasks merged ({', '.join(self.merged_tasks)}) but the "
                 "trainer has no MergeCallback to continue; add the callback that made them."
@@ -119,17 +119,16 @@ class ContinualMergeModule(L.LightningModule):
         accuracies = {}
         for name in data.eval_names:
             accuracies[name], counted = self._scores().take(name)
-            self._require_whole(name, counted, len(data.image_set(name)))
+            self._require_whole(name, counted, len(data.labelled_set(name)))
         tasks = [name for name in data.eval_names if name in data.stream.names]
         if stage == "fit":
             scores = self._enter_row(tasks, accuracies)
-            prefix = "stream"
+            group = "stream"
         else:
             scores = summarise([accuracies[name] for name in tasks], [accuracies[name] for name in data.controls])
-            prefix = stage
+            group = stage
         self.last_scores = {**accuracies, **scores}
-        named = {f"{'task' if name in tasks else 'control'}/{name}/acc": value for name, value in accuracies.items()}
-        named |= {f"{prefix}/{name}": value for name, value in scores.items()}
+        named = tag_scores(self.last_scores, tasks, data.controls, group)
         # "step" is what Lightning takes as the x-axis: the number of merged tasks in every mode
         self.log_dict({**named, "step": float(len(self.merged_tasks))}, add_dataloader_idx=False, sync_dist=False)
 

@@ -20,20 +20,27 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from safemerge_pl.backbones.base import Backbone
+from safemerge_pl.backbones.base import Backbone, cache_key
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import find_experts
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.data.stream import TaskStream
+from safemerge_pl.folding.bound import MaxResponse, choose_bound
+from safemerge_pl.functional import SCORES, summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
+from safemerge_pl.reports.study import StudyFigure, StudyResults, write_study
 from safemerge_pl.runtime.files import write_json
 from safemerge_pl.runtime.memory import PeakMemory
-from safemerge_pl.scoring.rows import individual_row, require_published, score_row, summarise
-from safemerge_pl.scoring.scorer import Scorer, swapped_weights
+from safemerge_pl.scoring.rows import measure_references, require_published
+from safemerge_pl.scoring.scorer import Scorer
+from safemerge_pl.scoring.weights import swapped_weights
 from safemerge_pl.version import __version__
 
 __all__ = ["Cell", "Study", "StudyFigure", "StudyRow"]
+
+_REFERENCES = {"pretrained": "Pre-trained", "individual": "Individual"}
+"""Rows of the models that are not merged, and what tables and files call them."""
 
 
 @dataclass
@@ -43,17 +50,19 @@ class StudyRow:
     Args:
         label: name in tables and figures.
         method: the method with its fixed settings.
-        vary: values of settings; every combination is measured.
+        vary: values of settings; every combination is measured. ``max_response`` may be among them, as in ``at``.
         at: settings that differ by stream: name of the stream -> setting -> value.
+        max_response: bound on the response of what is merged, see :class:`~safemerge_pl.merger.ContinualMerger`.
     """
 
     label: str
     method: MergeMethod
     vary: dict[str, list[Any]] = field(default_factory=dict)
     at: dict[str, dict[str, Any]] = field(default_factory=dict)
+    max_response: MaxResponse = "auto"
 
-    def methods(self, stream: str) -> Iterator[tuple[dict[str, Any], MergeMethod]]:
-        """Varied settings and the method with them, fresh each time.
+    def methods(self, stream: str) -> Iterator[tuple[dict[str, Any], MergeMethod, float | None]]:
+        """Varied settings, the method with them, fresh each time, and the bound that holds for it.
 
         Raises:
             MisconfigurationException: if the method has no such setting, or refuses a value.
@@ -62,28 +71,11 @@ class StudyRow:
             varied = dict(zip(self.vary, values, strict=True))
             changes = {**self.at.get(stream, {}), **varied}
             try:
-                yield varied, dataclasses.replace(self.method, **changes)  # type: ignore[type-var]
+                bound: MaxResponse = changes.pop("max_response", self.max_response)
+                method: MergeMethod = dataclasses.replace(self.method, **changes)  # type: ignore[type-var]
+                yield varied, method, choose_bound(method, bound)
             except (TypeError, ValueError) as error:
                 raise MisconfigurationException(f"row '{self.label}': {error}") from error
-
-
-@dataclass
-class StudyFigure:
-    """A figure of a study.
-
-    Args:
-        file: name of the PNG.
-        x: a varied setting, or a score for a trade-off curve.
-        y: scores or sets, a panel each.
-        rows: labels of the rows to draw; all that vary if left out.
-        title: above the figure.
-    """
-
-    file: str
-    x: str
-    y: list[str]
-    rows: list[str] | None = None
-    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +87,7 @@ class Cell:
     order: int | None
     varied: dict[str, Any]
     method: MergeMethod
+    max_response: float | None = None
 
 
 class Study:
@@ -159,17 +152,15 @@ class Study:
     def cells(self) -> list[Cell]:
         """Every cell, stream by stream and order by order: an interrupted study has whole orders."""
         return [
-            Cell(row.label, stream, order, varied, method)
+            Cell(row.label, stream, order, varied, method, bound)
             for stream in self.streams
             for order in self.orders
             for row in self.rows
-            for varied, method in row.methods(stream)
+            for varied, method, bound in row.methods(stream)
         ]
 
     def run(self) -> None:
         """Measure what is not known yet, then write ``table.md``, ``table.tex``, ``study.json`` and the figures."""
-        from safemerge_pl.reports.study import write_study
-
         cells = self.cells()
         for figure in self.figures:
             _check_figure(figure, self)
@@ -199,7 +190,21 @@ class Study:
             | json.loads(path.read_text())
             for cell, path in zip(cells, paths, strict=True)
         ]
-        write_study(self)
+        write_study(self.collect(), self.folder)
+
+    def collect(self) -> StudyResults:
+        """What was measured, as plain values for tables and figures."""
+        return StudyResults(
+            title=self.title,
+            streams=list(self.streams),
+            orders=self.orders,
+            cells=self.results,
+            references=self.references,
+            varied=[row.label for row in self.rows if row.vary],
+            sets=self.sets,
+            overhead=self.overhead,
+            figures=self.figures,
+        )
 
     def _measured(
         self, cells: list[Cell], paths: list[Path], scorers: dict[str, Scorer], missing: list[int], blank: bytes
@@ -224,7 +229,7 @@ class Study:
 
     def _say(self, index: int, cells: list[Cell], result: dict[str, Any], note: str) -> None:
         cell = cells[index]
-        scores = "  ".join(f"{key} {100 * result[key]:.1f}" for key in ("ACC", "Gen", "H", "BWT") if key in result)
+        scores = "  ".join(f"{key} {100 * result[key]:.1f}" for key in SCORES if key in result)
         varied = "".join(f" {key}={value}" for key, value in cell.varied.items())
         where = f"{cell.row}{varied}, {cell.stream} tasks, order {cell.order}"
         print(f"{index + 1:>4}/{len(cells)} {where}  {scores}  ({note})", flush=True)
@@ -235,7 +240,8 @@ class Study:
         data = self.streams[cell.stream]
         order = TaskStream(list(data.stream), cell.order)
         tower = self._tower()
-        merger = ContinualMerger(tower, cell.method, device=next(tower.parameters()).device)
+        device = next(tower.parameters()).device
+        merger = ContinualMerger(tower, cell.method, device=device, max_response=cell.max_response)
         when_merged: dict[str, float] = {}
         last: dict[str, float] = {}
         peaks: list[float] = []
@@ -248,16 +254,16 @@ class Study:
                 if task == order[-1]:
                     last = {name: scorer.score(name) for name in (*order, *data.controls) if name != task}
         last[order[-1]] = when_merged[order[-1]]
-        scores = summarise([last[task] for task in order], [last[name] for name in data.controls])
-        earlier = list(order)[:-1]
-        if earlier:
-            scores["BWT"] = sum(last[task] - when_merged[task] for task in earlier) / len(earlier)
+        tasks, controls = [last[task] for task in order], [last[name] for name in data.controls]
+        scores = summarise(tasks, controls, [when_merged[task] for task in order])
         return {
             **scores,
             "accuracies": last,
             "when_merged": when_merged,
             "tasks": list(order),
-            "settings": cell.method.settings(),
+            "settings": {**cell.method.settings(), **_bound(cell)},
+            "scales": [report.scale for report in merger.reports],
+            "responses": [report.response for report in merger.reports],
             "merged": merger.fingerprint(),
             "iterations": getattr(cell.method, "num_steps", None),
             "fold_seconds": sum(report.seconds for report in merger.reports) / len(order),
@@ -267,25 +273,27 @@ class Study:
         }
 
     def _reference_rows(self, stream: str, scorer: Scorer) -> dict[str, dict[str, Any]]:
-        """Scores of the pretrained model and of the experts on their own (METHODS 12)."""
-        rows: dict[str, dict[str, Any]] = {}
-        tower = self._tower()
+        """Scores of the pretrained model and of the experts on their own, measured once and kept."""
         known = self.folder / "cells" / f"references-{self._hash(stream, {})}.json"
-        if known.exists():
-            rows = json.loads(known.read_text())
+        kept = json.loads(known.read_text()) if known.exists() else {}
+        rows = {key: kept[name] for key, name in _REFERENCES.items() if name in kept}
+        wanted = [key for key, want in zip(_REFERENCES, (self.pretrained, self.individual), strict=True) if want]
 
-        def told(task: str, row: dict[str, Any]) -> None:
-            print(f"expert {task}: {100 * row['acc']:.1f}", flush=True)
-            require_published(scorer.data, "individual", {task: row["acc"]}, self.assert_scores)
+        def on_row(what: str, row: dict[str, Any]) -> None:
+            if "acc" in row:
+                print(f"{what}: {100 * row['acc']:.1f}", flush=True)
 
-        if self.pretrained and "Pre-trained" not in rows:
-            rows["Pre-trained"] = score_row(scorer)
-            require_published(scorer.data, "pretrained", rows["Pre-trained"]["accuracies"], self.assert_scores)
-        if self.individual and "Individual" not in rows:
-            rows["Individual"] = individual_row(scorer, tower, self.sources[stream], told)
-        write_json(known, rows)
-        wanted = {"Pre-trained": self.pretrained, "Individual": self.individual}
-        return {name: row for name, row in rows.items() if wanted[name]}
+        measure_references(
+            scorer,
+            self._tower(),
+            self.sources[stream],
+            rows,
+            wanted=wanted,
+            within=self.assert_scores,
+            on_row=on_row,
+        )
+        write_json(known, {_REFERENCES[key]: row for key, row in rows.items()})
+        return {_REFERENCES[key]: rows[key] for key in wanted}
 
     def _load(self) -> None:
         self.backbone.load()
@@ -295,7 +303,7 @@ class Study:
         return getattr(self.backbone, self.backbone.merged_attr)
 
     def _path(self, cell: Cell) -> Path:
-        method = {"class": type(cell.method).__qualname__, **cell.method.settings()}
+        method = {"class": type(cell.method).__qualname__, **cell.method.settings(), **_bound(cell)}
         return self.folder / "cells" / f"{self._hash(cell.stream, {'order': cell.order, 'method': method})}.json"
 
     def _hash(self, stream: str, extra: dict[str, Any]) -> str:
@@ -303,7 +311,7 @@ class Study:
         data = self.streams[stream]
         content = {
             "version": __version__,
-            "backbone": self.backbone.spec(),
+            "backbone": cache_key(self.backbone),
             "tasks": list(data.stream),
             "controls": list(data.controls),
             "experts": {task: _stamp(source) for task, source in self.sources[stream].items()},
@@ -313,8 +321,13 @@ class Study:
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
+def _bound(cell: Cell) -> dict[str, float]:
+    """The bound where there is one; results without keep the names of their files."""
+    return {} if cell.max_response is None else {"max_response": cell.max_response}
+
+
 _worker: dict[str, Any] = {}
-"""What a process of a study with several jobs holds: the study, its cells, a scorer a stream."""
+"""What a process of a study with several jobs holds: the study, its cells, one scorer per stream."""
 
 
 def _start_worker(blank: bytes, threads: int) -> None:
@@ -340,9 +353,8 @@ def _stamp(source: Source) -> list[Any]:
 def _check_figure(figure: StudyFigure, study: Study) -> None:
     varied = {key for row in study.rows for key in row.vary}
     sets = {name for data in study.streams.values() for name in (*data.stream, *data.controls)}
-    scores = {"ACC", "Gen", "H", "BWT"}
-    unknown = [name for name in figure.y if name not in sets | scores]
-    if figure.x not in varied | scores:
+    unknown = [name for name in figure.y if name not in sets.union(SCORES)]
+    if figure.x not in varied.union(SCORES):
         unknown.insert(0, figure.x)
     labels = {row.label for row in study.rows}
     unknown += [label for label in figure.rows or () if label not in labels]

@@ -59,3 +59,20 @@ def merge_callback() -> Callable[..., SAFEMergeCallback]:
 @pytest.fixture
 def module() -> ContinualMergeModule:
     return ContinualMergeModule()
+
+
+@pytest.fixture(scope="session")
+def benchmark(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a tiny CLIP with two experts beside it, and of image sets; see ``tiny_hub.write_benchmark``."""
+    from tiny_hub import write_benchmark
+
+    return write_benchmark(tmp_path_factory.mktemp("benchmark"))
+
+
+@pytest.fixture
+def datasets_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the user's is read or written by ``datasets``, and no bar is drawn."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
+    datasets.disable_progress_bars()

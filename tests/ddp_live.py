@@ -1,4 +1,4 @@
-"""Run by :mod:`test_live_ddp` on two processes: three tasks in one fit, one fit a task, and a rank that differs."""
+"""Run by :mod:`test_live_ddp` on two processes: three tasks in one fit, one fit per task, and a rank that differs."""
 
 import sys
 from pathlib import Path

@@ -157,3 +157,46 @@ def reference_fold(
     else:
         losses, delta = None, m * tau
     return merged + delta, m, delta, losses
+
+
+@dataclass(frozen=True)
+class ShareSettings:
+    """Settings of SAFE-Share; ranks are numbers of directions here."""
+
+    keep_ratio: float = 0.5
+    scoring_rank: int = 128
+    shared_rank: int = 192
+    use_mask: bool = True
+    rank_eps: float = FLOAT64_EPS
+
+
+def safe_share(theta0: Tensor, stream: list[Tensor], settings: ShareSettings) -> list[Tensor]:
+    """The accumulated vector of one layer after every task of a stream, as the method's definition reads."""
+    theta0 = theta0.double()
+    accumulated, count, found = torch.zeros_like(theta0), 0, []
+    for theta in stream:
+        tau = theta.double() - theta0
+        if not tau.any():
+            found.append(accumulated)
+            continue
+        count += 1
+        q0 = top_right_singular_vectors(theta0, settings.scoring_rank, settings.rank_eps)
+        scores = (tau @ (q0 @ q0.T)) ** 2
+        kept = scores <= float(numpy.quantile(scores.numpy(), settings.keep_ratio))
+        update = tau * kept if settings.use_mask else tau
+        if accumulated.any() and settings.shared_rank:
+            shared = projector(top_right_singular_vectors(accumulated, settings.shared_rank, settings.rank_eps))
+        else:
+            shared = torch.zeros(len(theta0.T), len(theta0.T), dtype=torch.float64)
+        eye = torch.eye(len(shared), dtype=torch.float64)
+        accumulated = accumulated + update @ (eye - shared) + (update - accumulated) @ shared / count
+        found.append(accumulated)
+    return found
+
+
+def response(updates: list[Tensor], pretrained: list[Tensor]) -> float:
+    """What the pretrained matrices read of the updates, against what they read of themselves."""
+    pairs = [(a.double(), w0.double()) for a, w0 in zip(updates, pretrained, strict=True)]
+    read = sum((a @ w0.T).norm() ** 2 for a, w0 in pairs)
+    own = sum((w0 @ w0.T).norm() ** 2 for _, w0 in pairs)
+    return float((read / own) ** 0.5)

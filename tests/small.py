@@ -1,4 +1,4 @@
-"""The embedded zoo, cut to a few images a set."""
+"""The embedded zoo, cut to a few images per set."""
 
 from typing import Any
 

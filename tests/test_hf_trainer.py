@@ -79,7 +79,7 @@ def test_one_trainer_a_task_equals_folding_what_each_trained(tmp_path: Path) -> 
 
 
 def test_a_resumed_training_is_refused(tmp_path: Path) -> None:
-    """I4: the Trainer's checkpoint has no place for the merge."""
+    """The Trainer's checkpoint has no place for the merge."""
     from safemerge_pl.hf_trainer import MergeTrainerCallback
 
     model = classifier()

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from safemerge_pl import LiveMerger
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import TaskArithmetic
+from safemerge_pl.output import saving
 
 MODELS = [tiny.timm_vit, tiny.hf_vision, tiny.hf_clip, tiny.hf_t5, tiny.hf_llama, tiny.hf_gpt2, tiny.open_clip_model]
 
@@ -27,7 +29,7 @@ def train(module: nn.Module, seed: int) -> None:
 
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_a_plain_loop_equals_folding_checkpoints(build: Any, tmp_path: Path) -> None:
-    """B1 to B5, I17: with fused, transposed and tied tensors; the rest returns to its pretrained values."""
+    """With fused, transposed and tied tensors; the rest returns to its pretrained values."""
     module = build()
     theta0, objects = tiny.copied(module.state_dict()), [id(p) for p in module.parameters()]
     merger, other = LiveMerger(module, tiny.fast_method()), ContinualMerger(copy.deepcopy(module), tiny.fast_method())
@@ -46,6 +48,71 @@ def test_a_plain_loop_equals_folding_checkpoints(build: Any, tmp_path: Path) -> 
     tiny.assert_same(tiny.copied(again.module.state_dict()), other.merged)
 
 
+def trained_once(module: nn.Module, **options: Any) -> LiveMerger:
+    """A merger that has folded one task of a module."""
+    merger = LiveMerger(module, tiny.fast_method(), **options)
+    train(module, 1)
+    merger.fold_trained("a")
+    return merger
+
+
+def test_a_merge_is_continued_in_a_module_whose_pretrained_weights_are_in_a_file(tmp_path: Path) -> None:
+    """The module of the next day holds whatever it was trained to; what it started from lies in a folder."""
+    base = tiny.folder_of(tmp_path / "base", tiny.copied(tiny.hf_vision().state_dict()))
+    merger = trained_once(tiny.hf_vision(), pretrained=base)
+    merger.save(tmp_path / "out")
+    module = tiny.hf_vision()
+    train(module, 9)
+    again = LiveMerger.load(tmp_path / "out", module, pretrained=str(base))
+    assert again.tasks == ["a"]
+    for each in (merger, again):
+        each.restart()
+        train(each.module, 2)
+        each.fold_trained("b")
+    tiny.assert_same(tiny.copied(again.module.state_dict()), tiny.copied(merger.module.state_dict()))
+    assert again.save(tmp_path / "out") == tmp_path / "out"
+
+
+def test_a_model_that_was_trained_elsewhere_is_folded_into_the_module() -> None:
+    """The module never holds other weights than the merger."""
+    module = tiny.hf_vision()
+    incoming = tiny.tuned(tiny.copied(module.state_dict()), 2)
+    merger = trained_once(module)
+    merger.fold(incoming, "b")
+    tiny.assert_same(tiny.copied(module.state_dict()), merger.merged)
+    assert merger.tasks == ["a", "b"]
+    before = tiny.copied(module.state_dict())
+    with pytest.raises(CheckpointError, match="already merged"):
+        merger.fold(incoming, "b")
+    tiny.assert_same(tiny.copied(module.state_dict()), before)
+
+
+def test_the_pretrained_model_stays_as_it_is_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files beside the weights come from a folder of their own, of which the pretrained model knows nothing."""
+    merger = trained_once(tiny.hf_vision())
+    held = []
+    real = saving.copy_side_files
+
+    def watch(folder: Path, *args: Any, **options: Any) -> None:
+        held.append((merger.pretrained.folder, (folder / "config.json").exists()))
+        real(folder, *args, **options)
+
+    monkeypatch.setattr(saving, "copy_side_files", watch)
+    merger.save(tmp_path / "out")
+    assert held == [(None, True)]
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("build", [tiny.hf_gpt2, tiny.hf_t5], ids=["gpt2", "t5"])
+def test_tied_tensors_are_saved_merged_under_all_their_names(build: Any, tmp_path: Path) -> None:
+    """The files beside the weights are those of the module's own configuration."""
+    module = build()
+    merger = LiveMerger(module, TaskArithmetic())
+    train(module, 1)
+    merger.fold_trained("a")
+    tiny.assert_same(load_file(merger.save(tmp_path / "out") / "model.safetensors"), merger.merged)
+
+
 def test_a_saved_transformers_model_loads(tmp_path: Path) -> None:
     from transformers import CLIPVisionModel
 
@@ -62,7 +129,7 @@ def test_a_saved_transformers_model_loads(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("build", [tiny.timm_vit, tiny.hf_gpt2], ids=["timm", "gpt2"])
 def test_adapters_are_folded_as_dense_updates_and_start_anew(build: Any) -> None:
-    """G1, G4: LoRA (also on transposed weights) gives the merge of the dense model that it stands for."""
+    """LoRA (also on transposed weights) gives the merge of the dense model that it stands for."""
     peft = pytest.importorskip("peft")
     plain = build()
     theta0 = tiny.copied(plain.state_dict())
@@ -96,7 +163,6 @@ def test_adapters_are_folded_as_dense_updates_and_start_anew(build: Any) -> None
     ],
 )
 def test_adapters_without_a_dense_equivalent_are_refused(settings: dict[str, Any], message: str) -> None:
-    """G6."""
     peft = pytest.importorskip("peft")
     module = peft.get_peft_model(tiny.timm_vit(), peft.LoraConfig(target_modules=["qkv"], r=2, **settings))
     with pytest.raises(CheckpointError, match=message):
@@ -104,7 +170,7 @@ def test_adapters_without_a_dense_equivalent_are_refused(settings: dict[str, Any
 
 
 def test_adapters_on_whole_attentions_are_refused() -> None:
-    """G6: what peft does there is no plain sum (huggingface/peft#3774)."""
+    """What peft does there is no plain sum (huggingface/peft#3774)."""
     peft = pytest.importorskip("peft")
     module = peft.get_peft_model(tiny.open_clip_model(), peft.LoraConfig(target_modules=["attn"], r=2))
     with pytest.raises(CheckpointError, match=r"is on a whole nn\.MultiheadAttention"):
@@ -112,7 +178,6 @@ def test_adapters_on_whole_attentions_are_refused() -> None:
 
 
 def test_other_tuners_and_merged_adapters_are_refused() -> None:
-    """G6."""
     peft = pytest.importorskip("peft")
     module = peft.get_peft_model(tiny.timm_vit(), peft.LoHaConfig(target_modules=["fc1"], r=2))
     with pytest.raises(CheckpointError, match="of which no dense equivalent is known"):
@@ -141,7 +206,7 @@ def test_methods_that_merge_everything_leave_adapters_alone() -> None:
 
 
 def test_compiled_modules_and_wrappers(tmp_path: Path) -> None:
-    """D2: names with ``_orig_mod.`` are the same layers."""
+    """Names with ``_orig_mod.`` are the same layers."""
     compiled = torch.compile(tiny.timm_vit(), backend="eager")
     merger = LiveMerger(compiled, tiny.fast_method())  # type: ignore[arg-type]
     plain = LiveMerger(tiny.timm_vit(), tiny.fast_method())
@@ -169,7 +234,7 @@ def test_pretrained_weights_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_state_continues_to_the_same_bits() -> None:
-    """I4, I5: also with adapters whose random start differs in the new process."""
+    """Also with adapters whose random start differs in the new process."""
     peft = pytest.importorskip("peft")
 
     def build(seed: int) -> LiveMerger:
@@ -192,7 +257,7 @@ def test_a_state_continues_to_the_same_bits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_keep_a_float32_master(dtype: torch.dtype) -> None:
-    """A1: the module holds the merge in its own dtype, the merger in float32."""
+    """The module holds the merge in its own dtype, the merger in float32."""
     module = tiny.timm_vit().to(dtype)
     merger = LiveMerger(module, tiny.fast_method())
     train(module, 1)

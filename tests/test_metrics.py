@@ -1,4 +1,4 @@
-"""The accuracy matrix and the torchmetrics classes over the pure functions."""
+"""The accuracy matrix: its numbers by hand, its state through saving, moving and copying."""
 
 import copy
 import pickle
@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
 
-from safemerge_pl import functional
-from safemerge_pl.metrics import AccuracyMatrix, AverageAccuracy, BackwardTransfer, GeneralAverage, HScore
+from safemerge_pl.metrics import AccuracyMatrix
 
 ROWS = [
     {"a": 0.9, "p": 0.5, "q": 0.3},
@@ -41,10 +39,19 @@ EXPECTED = [
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_the_numbers_of_a_stream_by_hand(steps: int) -> None:
-    """K1: BWT of one task is undefined."""
+    """BWT of one task is undefined."""
     matrix = filled(steps)
     assert matrix.steps == steps
     assert values(matrix.compute()) == pytest.approx(EXPECTED[steps - 1], abs=1e-12, nan_ok=True)
+
+
+def test_called_as_a_function_it_gives_the_numbers_after_each_merge() -> None:
+    """BWT too, which needs the rows of the merges before."""
+    matrix = AccuracyMatrix(["a", "b", "c"], ["p", "q"])
+    found = [values(matrix(step, row)) for step, row in enumerate(ROWS, 1)]
+    assert found == [pytest.approx(expected, abs=1e-12, nan_ok=True) for expected in EXPECTED]
+    assert values(matrix.compute()) == pytest.approx(EXPECTED[2], abs=1e-12)
+    assert matrix.steps == 3
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -53,7 +60,7 @@ def test_the_numbers_of_an_earlier_merge_stay_what_they_were(step: int) -> None:
 
 
 def test_before_the_first_merge_everything_is_undefined() -> None:
-    """K4: with torchmetrics' own warning; never 0."""
+    """Never 0; torchmetrics warns."""
     matrix = AccuracyMatrix(["a"], ["p"])
     assert matrix.steps == 0
     assert all(number.isnan() for number in matrix.at(0).values())
@@ -62,7 +69,7 @@ def test_before_the_first_merge_everything_is_undefined() -> None:
 
 
 def test_a_task_that_was_not_scored_makes_the_average_undefined() -> None:
-    """K4: an empty loader must not lift or lower the mean."""
+    """An empty loader must not lift or lower the mean."""
     matrix = AccuracyMatrix(["a", "b"], ["p"])
     matrix.update(2, {"a": 0.5, "p": 0.5})
     numbers = matrix.compute()
@@ -82,7 +89,6 @@ def test_without_control_sets_general_and_h_are_undefined() -> None:
 
 
 def test_h_is_zero_where_a_term_is() -> None:
-    """K3."""
     matrix = AccuracyMatrix(["a"], ["p"])
     matrix.update(1, {"a": 0.0, "p": 0.0})
     assert matrix.compute()["H"].item() == 0.0
@@ -107,7 +113,6 @@ def test_a_row_may_be_entered_in_parts_and_again() -> None:
 
 
 def test_rows_are_merges_and_columns_tasks() -> None:
-    """K1."""
     matrix = filled(2)
     assert matrix.accuracy[1, 0].item() == 0.7
     assert matrix.accuracy[0, 1].isnan()
@@ -125,7 +130,7 @@ def test_a_value_that_is_no_share_is_refused(share: Any) -> None:
 
 
 def test_a_correlation_may_be_negative() -> None:
-    """K3: STSB's Spearman enters ACC as it is; a harmonic mean of signs that differ is no mean, so H is 0."""
+    """STSB's Spearman enters ACC as it is; a harmonic mean of signs that differ is no mean, so H is 0."""
     matrix = AccuracyMatrix(["a", "b"], ["p"])
     matrix.update(1, {"a": -0.5, "p": 0.49})
     assert values(matrix.compute())["ACC"] == -0.5
@@ -158,7 +163,7 @@ def test_a_refused_row_changes_nothing(row: dict[str, float]) -> None:
     ("tasks", "controls"), [(["a", "dtd", "dtd"], []), (["a"], ["dtd", "dtd"]), (["a", "dtd"], ["dtd"])]
 )
 def test_names_must_be_distinct(tasks: list[str], controls: list[str]) -> None:
-    """P5: two rows of the table would collapse into one."""
+    """Two rows of the table would collapse into one."""
     with pytest.raises(ValueError, match="dtd"):
         AccuracyMatrix(tasks, controls)
 
@@ -167,7 +172,7 @@ def test_names_must_be_distinct(tasks: list[str], controls: list[str]) -> None:
 
 
 def test_the_matrix_is_part_of_the_modules_state(tmp_path: Path) -> None:
-    """I5: saved and read with weights_only."""
+    """Saved and read with weights_only."""
     module = nn.ModuleDict({"matrix": filled(2)})
     torch.save(module.state_dict(), tmp_path / "m.pt")
     again = nn.ModuleDict({"matrix": AccuracyMatrix(["a", "b", "c"], ["p", "q"])})
@@ -190,7 +195,6 @@ def test_a_loaded_matrix_computes_without_a_new_update() -> None:
 
 
 def test_reset_forgets_everything() -> None:
-    """K5."""
     matrix = filled()
     matrix.reset()
     assert matrix.steps == 0
@@ -207,7 +211,7 @@ def test_the_cache_follows_an_update() -> None:
 
 
 def test_states_are_not_reduced_over_processes() -> None:
-    """The values are global already: a second reduction would count them twice (J3)."""
+    """The values are global already: a second reduction would count them twice."""
 
     def never(*args: object, **kwargs: object) -> list[Tensor]:
         raise AssertionError("the state was synchronised")
@@ -229,7 +233,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 @pytest.mark.parametrize("inside", [False, True])
 def test_no_conversion_lowers_the_precision(conversion: str, inside: bool) -> None:
-    """A12, A13: what Lightning's precision plugins do to a module."""
+    """What Lightning's precision plugins do to a module."""
     matrix = filled(2)
     outer = nn.Sequential(nn.Linear(1, 1), matrix)
     CONVERSIONS[conversion](outer if inside else matrix)
@@ -239,7 +243,6 @@ def test_no_conversion_lowers_the_precision(conversion: str, inside: bool) -> No
 
 
 def test_autocast_does_not_lower_the_precision() -> None:
-    """A12."""
     with torch.autocast("cpu", torch.bfloat16):
         assert values(filled().compute()) == pytest.approx(EXPECTED[2], abs=1e-12)
 
@@ -253,59 +256,3 @@ def test_a_copy_has_the_values_and_a_life_of_its_own(copy_of: Callable[[Accuracy
     assert values(again.compute()) == pytest.approx(EXPECTED[2])
     assert matrix.steps == 2
     assert values(matrix.compute()) == pytest.approx(EXPECTED[1])
-
-
-# the classes over whole matrices
-
-MATRIX = torch.tensor([[0.9, 0.1, 0.2], [0.7, 0.8, 0.3], [0.5, 0.9, 0.6]])
-CASES: list[tuple[type[Metric], Any, tuple[Tensor, ...]]] = [
-    (AverageAccuracy, functional.average_accuracy, (MATRIX,)),
-    (BackwardTransfer, functional.backward_transfer, (MATRIX,)),
-    (GeneralAverage, functional.general_average, (torch.tensor([0.5, 0.2, 0.9]),)),
-    (HScore, functional.h_score, (torch.tensor(0.7), torch.tensor(0.3))),
-]
-
-
-@pytest.mark.parametrize(("kind", "function", "inputs"), CASES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_class_equals_its_function(kind: type[Metric], function: Any, inputs: tuple[Tensor, ...]) -> None:
-    expected = function(*(value.double() for value in inputs))
-    metric = kind()
-    assert torch.equal(metric(*inputs), expected)  # forward: the batch value
-    assert torch.equal(metric.compute(), expected)
-    assert metric.compute().dtype == torch.float64
-
-
-@pytest.mark.parametrize(("kind", "function", "inputs"), CASES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_class_keeps_the_last_update_and_forgets_on_reset(
-    kind: type[Metric], function: Any, inputs: tuple[Tensor, ...]
-) -> None:
-    """K5."""
-    metric = kind()
-    metric.update(*(value / 2 for value in inputs))
-    metric.update(*inputs)
-    assert torch.equal(metric.compute(), function(*(value.double() for value in inputs)))
-    metric.reset()
-    with pytest.warns(UserWarning, match="was called before the ``update``"):
-        assert metric.compute().isnan()
-
-
-@pytest.mark.parametrize(("kind", "function", "inputs"), CASES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_class_survives_pickling_cloning_and_half(
-    kind: type[Metric], function: Any, inputs: tuple[Tensor, ...]
-) -> None:
-    """A12."""
-    metric = kind()
-    metric.update(*inputs)
-    expected = metric.compute()
-    for again in (pickle.loads(pickle.dumps(metric)), metric.clone(), metric.half(), nn.Sequential(metric).half()[0]):
-        again.update(*inputs)
-        assert torch.equal(again.compute(), expected)
-
-
-def test_classes_of_one_input_go_together_in_a_collection() -> None:
-    metrics = MetricCollection([AverageAccuracy(), BackwardTransfer()])
-    metrics.update(MATRIX)
-    metrics.update(MATRIX)  # compute groups are formed between the two
-    found = metrics.compute()
-    assert found["AverageAccuracy"].item() == pytest.approx(2 / 3)
-    assert found["BackwardTransfer"].item() == pytest.approx(-0.15)

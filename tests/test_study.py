@@ -9,10 +9,11 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from small import CONTROLS, RANKS, TASKS, SmallZoo
 
-from safemerge_pl.backbones import CLIPBackbone
+from safemerge_pl.backbones import Backbone, CLIPBackbone, OpenCLIPBackbone, T5Backbone
 from safemerge_pl.checkpoints import CheckpointError
+from safemerge_pl.data import GLUEData, StreamDataModule, ZooData
 from safemerge_pl.methods import OPCM, SafeMerge, TaskArithmetic
-from safemerge_pl.reports.study import aggregate, latex, markdown
+from safemerge_pl.reports.study import latex, markdown
 from safemerge_pl.study import Study, StudyFigure, StudyRow
 
 
@@ -55,8 +56,8 @@ def test_a_study_from_start_to_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert printed.count("(known)") == 6
     assert "expert" not in printed
-    assert markdown(again).splitlines()[:12] == markdown(done).splitlines()[:12]
-    assert r"SAFE-Merge, keep\_ratio=0.3 & " in latex(again)
+    assert markdown(again.collect()).splitlines()[:12] == markdown(done.collect()).splitlines()[:12]
+    assert r"SAFE-Merge, keep\_ratio=0.3 & " in latex(again.collect())
 
 
 def test_a_cell_equals_the_stream_under_lightning(tmp_path: Path, make_trainer: Any, module: Any) -> None:
@@ -95,6 +96,40 @@ def test_an_interrupted_study_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
     study(tmp_path, changed, individual=False).run()
     assert len(calls) == 3 + 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("backbone", "data", "cell", "references"),
+    [
+        (
+            T5Backbone("a/b"),
+            GLUEData(["cola", "mrpc"], ["rte"]),
+            "88fd308f796ede65662c7fd8",
+            "3f57f610b94ecd0efd7d70a0",
+        ),
+        (
+            OpenCLIPBackbone("ViT-B-32", "c/d"),
+            ZooData(["mnist", "flags"], ["probe1_seen_styles"]),
+            "7f1a49065214c3a924eb14ee",
+            "a688c189e23275b3f4664779",
+        ),
+        (
+            CLIPBackbone("zoo"),
+            ZooData(["mnist", "flags"], ["probe1_seen_styles"]),
+            "39f45a8fde7bf23b2072ae87",
+            "291e450ec59ad8c3221b5d2e",
+        ),
+    ],
+)
+def test_cells_of_version_0_1_0_are_found(
+    backbone: Backbone, data: StreamDataModule, cell: str, references: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hashes are what that version computed, when the classes had other paths."""
+    monkeypatch.setattr("safemerge_pl.study.__version__", "0.1.0")
+    one = Study(backbone, {"two": data}, [StudyRow("OPCM", OPCM())], orders=[42], folder="out")
+    one.sources = {"two": {task: f"nowhere/{task}" for task in data.stream}}
+    assert [one._path(each).stem for each in one.cells()] == [cell]
+    assert one._hash("two", {}) == references
 
 
 def test_two_processes_measure_what_one_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,24 +184,3 @@ def test_bad_studies_are_refused_before_they_measure(
     with pytest.raises(MisconfigurationException, match=message):
         study(tmp_path / "out", rows, **kwargs).run()
     assert not (tmp_path / "out").exists()
-
-
-def test_spread_is_over_orders_with_one_degree_of_freedom_less() -> None:
-    """METHODS 12: H is computed per order and then averaged; std of [0.2, 0.4, 0.9] is sqrt(0.13)."""
-    cells = [
-        {
-            "row": "a",
-            "stream": "8",
-            "varied": {},
-            "accuracies": {"x": v},
-            "ACC": v,
-            "Gen": 0.5,
-            "H": v * 1.0 / (v + 0.5),
-        }
-        for v in (0.2, 0.4, 0.9)
-    ]
-    (found,) = aggregate(cells)
-    assert found["mean"]["ACC"] == pytest.approx(0.5)
-    assert found["std"]["ACC"] == pytest.approx(0.13**0.5)
-    assert found["mean"]["H"] == pytest.approx((0.2 / 0.7 + 0.4 / 0.9 + 0.9 / 1.4) / 3)
-    assert aggregate(cells[:1])[0]["std"] == {}

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from safemerge_pl.checkpoints import Source
+from safemerge_pl.checkpoints import CheckpointError, Source
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod, SafeMerge, Stack, StackResult
 
@@ -120,6 +121,16 @@ def folded(*seeds: int, pretrained: Tensors | None = None, **settings: Any) -> C
     for seed in seeds:
         merger.fold(tuned(base, seed), f"task{seed}")
     return merger
+
+
+def refused(merger: ContinualMerger, incoming: Source, task: str = "new") -> str:
+    """The message of a refusal that changes nothing."""
+    before = merger.fingerprint(), merger.tasks
+    with pytest.raises(CheckpointError) as caught:
+        merger.fold(incoming, task)
+    assert (merger.fingerprint(), merger.tasks) == before
+    assert str(caught.value).startswith(f"task '{task}': ")
+    return str(caught.value)
 
 
 def assert_same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from tiny import seeded, tuned
 
+from safemerge_pl.data import CLIPBenchmarkData
 from safemerge_pl.data.image_sets import SetSpec, find_spec
 from safemerge_pl.zoo import Zoo
 
+BACKBONES = {"b32": "clip-vit-base-patch32", "b16": "clip-vit-base-patch16", "l14": "clip-vit-large-patch14"}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WIDTH = 16
 
@@ -120,3 +122,20 @@ def write_hub(cache: Path, backbone: str, tasks: Iterable[str], controls: Iterab
         write_expert(snapshot(cache, f"tanganke/{backbone}_{task}"), model, seed)
     for name in (*tasks, *controls):
         write_set(snapshot(cache, find_spec(name).hub, "dataset"), name)
+
+
+def write_benchmark(root: Path) -> tuple[Path, Path]:
+    """A tiny CLIP of a known name with two experts, and a folder with their sets and two held-out sets."""
+    clip = write_clip(root / "models" / BACKBONES["b32"])
+    for seed, task in enumerate(("mnist", "eurosat"), start=1):
+        write_expert(root / "models" / task, clip, seed)
+    for name in ("mnist", "eurosat", "fer2013", "pcam"):
+        write_set(root / "sets" / name, name, 12)
+    return root / "models" / BACKBONES["b32"], root / "sets"
+
+
+def data_of(benchmark: tuple[Path, Path], **kwargs: Any) -> CLIPBenchmarkData:
+    """The sets of :func:`write_benchmark`."""
+    settings: dict[str, Any] = {"tasks": ["mnist", "eurosat"], "controls": ["fer2013"], "num_workers": 0}
+    settings |= {"folder": str(benchmark[1]), "any_size": True, "batch_size": 5}
+    return CLIPBenchmarkData(**{**settings, **kwargs})

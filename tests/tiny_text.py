@@ -128,7 +128,7 @@ def t5(width: int = 32, *, own_head: bool = True, **settings: Any) -> nn.Module:
 
 
 def save_t5(model: nn.Module, folder: Path, *, own_head: bool = True) -> Path:
-    """A folder as the hub has Flan-T5's: its configuration says by the old field that the head is not tied (B7)."""
+    """A folder as the hub has Flan-T5's: its configuration says by the old field that the head is not tied."""
     with seeded():
         model.save_pretrained(folder)  # type: ignore[operator]
         tokenizer().save_pretrained(folder)

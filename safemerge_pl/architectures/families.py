@@ -8,7 +8,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Rule", "block_of", "heights", "in_vision", "known", "rule_for", "tower", "unknown_fusion"]
+from safemerge_pl.architectures.embeddings import is_embedding
+
+__all__ = [
+    "OTHER_PIECES",
+    "WRAPPERS",
+    "Rule",
+    "block_of",
+    "in_text",
+    "in_vision",
+    "is_known",
+    "rule_for",
+    "tower",
+    "unknown_fusion",
+]
 
 _BLOCK = r"(?:layers|layer|blocks|resblocks|block|h)\.(?P<i>\d+(?:\.blocks\.\d+)?)\."  # Swin has blocks in layers
 _ATTENTION = r"(?:self_attn|self_attention|attn|attention)\.(?:(?:self|attention)\.)?"
@@ -52,7 +65,7 @@ _RULES = (
     _rule(_T5 + r"SelfAttention\.(?P<k>[qkvo])\.weight", "{side}.{i}.self.{k}"),
     _rule(_T5 + r"EncDecAttention\.(?P<k>[qkvo])\.weight", "{side}.{i}.cross.{k}"),
     _rule(_T5 + r"DenseReluDense\.(?P<k>wi|wi_0|wi_1)\.weight", "{side}.{i}.{k}"),
-    _rule(_T5 + r"DenseReluDense\.wo\.weight", "{side}.{i}.wo", wide=True),  # not merged by SAFE-Merge (METHODS A11)
+    _rule(_T5 + r"DenseReluDense\.wo\.weight", "{side}.{i}.wo", wide=True),  # which SAFE-Merge leaves pretrained
     # GPT-2: Conv1D stores weights as (d_in, d_out)
     _rule(r"h\.(?P<i>\d+)\.attn\.c_attn\.weight", *_fused("q", "k", "v"), transposed=True),
     _rule(r"h\.(?P<i>\d+)\.attn\.c_proj\.weight", "{tower}.{i}.out", transposed=True),
@@ -87,9 +100,52 @@ _RULES = (
     _rule(_BLOCK + r"mlp\.shared_experts?\.(?P<k>gate|up)_proj\.weight", "{tower}.{i}.shared.{k}"),
 )
 
+OTHER_PIECES = [
+    (re.compile(r"(?:^|\.)(?:" + pattern + r")$"), names)
+    for pattern, *names in (
+        # CLIP's vision tower in transformers, open_clip and timm
+        (r"embeddings\.class_embedding|visual\.class_embedding|cls_token", "class"),
+        (r"embeddings\.patch_embedding\.weight|visual\.conv1\.weight|patch_embed\.proj\.weight", "patch"),
+        (r"embeddings\.position_embedding\.weight|visual\.positional_embedding|pos_embed", "position"),
+        (r"(?:pre_layrnorm|visual\.ln_pre|norm_pre)\.(?:weight|bias)", "pre.{end}"),
+        (r"(?:post_layernorm|visual\.ln_post|norm)\.(?:weight|bias)", "post.{end}"),
+        (
+            r"(?:layers\.\d+\.layer_norm|resblocks\.\d+\.ln_|blocks\.\d+\.norm)([12])\.(?:weight|bias)",
+            "{block}.norm{group}.{end}",
+        ),
+        (r"layers\.\d+\.self_attn\.([qkv])_proj\.bias", "{block}.{group}.bias"),
+        (
+            r"resblocks\.\d+\.attn\.in_proj_bias|blocks\.\d+\.attn\.qkv\.bias",
+            "{block}.q.bias",
+            "{block}.k.bias",
+            "{block}.v.bias",
+        ),
+        (
+            r"(?:layers\.\d+\.self_attn\.out_proj|resblocks\.\d+\.attn\.out_proj|blocks\.\d+\.attn\.proj)\.bias",
+            "{block}.out.bias",
+        ),
+        (r"(?:layers\.\d+\.mlp\.fc1|resblocks\.\d+\.mlp\.c_fc|blocks\.\d+\.mlp\.fc1)\.bias", "{block}.up.bias"),
+        (
+            r"(?:layers\.\d+\.mlp\.fc2|resblocks\.\d+\.mlp\.c_proj|blocks\.\d+\.mlp\.fc2)\.(?:weight|bias)",
+            "{block}.down.{end}",
+        ),
+    )
+]
+"""What a model holds beside the matrices of the rules, under canonical names that do not depend on the library.
+
+In a name, ``block`` is the number of the block, ``end`` the last part of the tensor's name, ``group`` the group of the
+pattern. A tensor with several names is made of as many equal parts.
+"""
+
 _IN_BLOCK = re.compile(r"(?:^|\.)" + _BLOCK)
 
 _VISION = re.compile(r"(?:^|\.)(?:vision_model|visual)\.")
+
+_TEXT = re.compile(r"(?:^|\.)(?:text|text_model|resblocks)\.")
+"""The text side of a contrastive model, in transformers and open_clip, where the name is not one of a vision tower."""
+
+WRAPPERS = frozenset({"vision_model", "visual", "image_encoder", "model", "backbone", "base_model", "transformer"})
+"""First parts of a name that some libraries and training scripts leave out. Any other one tells towers apart."""
 
 _FUSION = re.compile(r"(?:qkv(?:_proj)?|query_key_value|[Ww]qkv|c_attn)\.weight$")
 
@@ -99,8 +155,8 @@ _LEFT = re.compile(
 )
 """Left pretrained on purpose: the output side of the feed-forward, and what joins two stages."""
 
-_NO_MATRIX = re.compile(r"norm|embed|bias|conv|router|(?:^|[._])gate\.weight$")
-"""2-D tensors of a block that choose, look up or normalise."""
+_NO_MATRIX = re.compile(r"norm|bias|conv|router|(?:^|[._])gate\.weight$")
+"""2-D tensors of a block that choose or normalise; those that are looked up are embeddings."""
 
 
 def rule_for(parameter: str, shape: Sequence[int] | None = None) -> tuple[Rule, dict[str, str]] | None:
@@ -135,25 +191,6 @@ def _fits(rule: Rule, parameter: str, shape: Sequence[int]) -> bool:
     return shape[1] == 3 * shape[0] if len(rule.names) > 1 else shape[0] < shape[1]
 
 
-def heights(rule: Rule, parameter: str, rows: int, columns: int) -> list[int]:
-    """How many rows of the upright matrix belong to each of a rule's names.
-
-    Raises:
-        ValueError: if they cannot be shared out.
-
-    Example:
-        >>> name = "model.layers.0.self_attn.qkv_proj.weight"  # 4 heads, 2 of them with keys of their own
-        >>> heights(rule_for(name)[0], name, 64, 32)
-        [32, 16, 16]
-    """
-    count, first = len(rule.names), columns if rule.square else 0
-    rest = count - 1 if rule.square else count
-    height, over = divmod(rows - first, rest)
-    if over or height < 1:
-        raise ValueError(f"`{parameter}` of shape {(rows, columns)} cannot be split into {count} equal parts.")
-    return [first, *[height] * rest] if rule.square else [height] * count
-
-
 def block_of(parameter: str) -> re.Match[str] | None:
     """Where a name says which of a stack of blocks it belongs to (group ``i``); ``None`` outside of blocks.
 
@@ -164,14 +201,16 @@ def block_of(parameter: str) -> re.Match[str] | None:
     return _IN_BLOCK.search(parameter)
 
 
-def known(parameter: str, shape: Sequence[int]) -> bool:
+def is_known(parameter: str, shape: Sequence[int]) -> bool:
     """Whether it is clear what a block's tensor is: merged, left pretrained on purpose, or no matrix at all.
 
     Example:
-        >>> known("h.0.mlp.fc_out.weight", (8, 32)), known("layers.0.mixer.in_proj.weight", (64, 8))
+        >>> is_known("h.0.mlp.fc_out.weight", (8, 32)), is_known("layers.0.mixer.in_proj.weight", (64, 8))
         (True, False)
     """
-    if len(shape) < 2 or min(shape) == 1 or _NO_MATRIX.search(parameter) or _LEFT.search(parameter):
+    if len(shape) < 2 or min(shape) == 1 or is_embedding(parameter):
+        return True
+    if _NO_MATRIX.search(parameter) or _LEFT.search(parameter):
         return True
     return rule_for(parameter, shape) is not None
 
@@ -194,6 +233,16 @@ def in_vision(parameter: str) -> bool:
         (True, False)
     """
     return bool(_VISION.search(parameter))
+
+
+def in_text(parameter: str) -> bool:
+    """Whether a name that is not of a vision tower belongs to the text side of a contrastive model.
+
+    Example:
+        >>> in_text("text_model.encoder.layers.0.mlp.fc1.weight"), in_text("model.layers.0.mlp.up_proj.weight")
+        (True, False)
+    """
+    return bool(_TEXT.search(parameter))
 
 
 def tower(parameter: str) -> str:

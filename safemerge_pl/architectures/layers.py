@@ -15,37 +15,32 @@ from typing import Literal
 
 from torch import Tensor
 
-from safemerge_pl.architectures.families import block_of, heights, in_vision, known, rule_for, tower, unknown_fusion
+from safemerge_pl.architectures.embeddings import is_embedding
+from safemerge_pl.architectures.families import (
+    Rule,
+    block_of,
+    in_text,
+    in_vision,
+    is_known,
+    rule_for,
+    tower,
+    unknown_fusion,
+)
 
 __all__ = [
     "MergeLayer",
     "Scope",
+    "find_unknown",
     "known_layers",
     "parts_of",
-    "passed_over",
-    "plan_stacks",
     "select_layers",
+    "split_rows",
     "vision_only",
 ]
 
 Scope = Literal["selected", "selected_out", "linear", "matrix", "none"]
 """Which matrices are merged: attention and first feed-forward, these and T5's second feed-forward, every linear layer,
 every 2-D tensor, or none."""
-
-_EMBEDDING = re.compile(r"embed|bias_table|(?:^|\.)(?:shared|wte|wpe|relative_attention_bias)\.")
-"""2-D tensors that are looked up, not multiplied with."""
-
-_TEXT_TOWER = re.compile(r"(?:^|\.)(?:text|text_model|resblocks)\.")
-"""The text side of a contrastive model, in transformers and open_clip."""
-
-MAX_STACK_ENTRIES = 2**25
-"""Largest stack, in entries (128 MiB in float32). A constant, so that the plan depends on shapes only."""
-
-CORE_STACK_ENTRIES = 2**17
-"""Largest stack on a CPU, where a stack is one core's work: it should stay in that core's cache."""
-
-MAX_CORE_ENTRIES = 2**22
-"""Largest matrix on a CPU that one core works on alone."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class MergeLayer:
 def select_layers(
     shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] | None = None, scope: Scope = "selected"
 ) -> list[MergeLayer]:
-    """Choose the matrices to merge: attention projections and the first feed-forward matrix (METHODS 9.1, 10a).
+    """Choose the matrices to merge: attention projections and the first feed-forward matrix, as the paper does.
 
     Of a checkpoint with a vision and a text tower only the vision tower is merged, since the zero-shot heads come from
     the pretrained text tower; of a vision model with a language model both are.
@@ -115,7 +110,7 @@ def select_layers(
     found = {
         name: _layers_of(name, tuple(shapes[name]), keep_unknown=everything, wide=everything or scope != "selected")
         for name in vision_only(shapes)
-        if scope != "linear" or not _EMBEDDING.search(name)
+        if scope != "linear" or not is_embedding(name)
     }
     for name in found if not everything else ():
         if not found[name] and len(shapes[name]) == 2 and unknown_fusion(name):
@@ -169,39 +164,23 @@ def vision_only(names: Iterable[str]) -> list[str]:
     """
     names = list(names)
     vision = [name for name in names if in_vision(name)]
-    speaks = any(block_of(name) and not in_vision(name) and not _TEXT_TOWER.search(name) for name in names)
+    speaks = any(block_of(name) and not in_vision(name) and not in_text(name) for name in names)
     return names if speaks else vision or names
 
 
-def passed_over(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+def find_unknown(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Matrices in the blocks of a model that are of no known kind and not among the layers to merge.
 
     Example:
-        >>> passed_over([], {"layers.0.mixer.in_proj.weight": (8, 4), "layers.0.mlp.fc2.weight": (4, 8)})
+        >>> find_unknown([], {"layers.0.mixer.in_proj.weight": (8, 4), "layers.0.mlp.fc2.weight": (4, 8)})
         ['layers.0.mixer.in_proj.weight']
     """
     taken = {layer.parameter for layer in layers}
     return [
-        name for name in vision_only(shapes) if name not in taken and block_of(name) and not known(name, shapes[name])
+        name
+        for name in vision_only(shapes)
+        if name not in taken and block_of(name) and not is_known(name, shapes[name])
     ]
-
-
-def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRIES) -> list[tuple[MergeLayer, ...]]:
-    """Group layers of equal shape into stacks of at most ``max_entries`` entries (one layer at least).
-
-    Example:
-        >>> a, b = MergeLayer("x.0.q", "q0", (2, 2)), MergeLayer("x.0.up", "u0", (8, 2))
-        >>> [[layer.name for layer in stack] for stack in plan_stacks([a, b, a, a], max_entries=8)]
-        [['x.0.q', 'x.0.q'], ['x.0.q'], ['x.0.up']]
-    """
-    groups: dict[tuple[int, ...], list[MergeLayer]] = {}
-    for layer in layers:
-        groups.setdefault(layer.shape, []).append(layer)
-    stacks = []
-    for shape, group in groups.items():
-        size = max(1, max_entries // math.prod(shape))
-        stacks += [tuple(group[start : start + size]) for start in range(0, len(group), size)]
-    return stacks
 
 
 def known_layers(names: Iterable[str]) -> list[str]:
@@ -224,6 +203,28 @@ def parts_of(parameter: str, shape: Sequence[int]) -> list[MergeLayer]:
     return _layers_of(parameter, tuple(shape), keep_unknown=False, wide=True)
 
 
+def split_rows(rule: Rule, parameter: str, rows: int, columns: int) -> list[int]:
+    """Split the rows of an upright matrix among a rule's names.
+
+    Returns:
+        How many belong to each.
+
+    Raises:
+        ValueError: if they cannot be shared out.
+
+    Example:
+        >>> name = "model.layers.0.self_attn.qkv_proj.weight"  # 4 heads, 2 of them with keys of their own
+        >>> split_rows(rule_for(name)[0], name, 64, 32)
+        [32, 16, 16]
+    """
+    count, first = len(rule.names), columns if rule.square else 0
+    rest = count - 1 if rule.square else count
+    height, over = divmod(rows - first, rest)
+    if over or height < 1:
+        raise ValueError(f"`{parameter}` of shape {(rows, columns)} cannot be split into {count} equal parts.")
+    return [first, *[height] * rest] if rule.square else [height] * count
+
+
 def _layers_of(parameter: str, shape: tuple[int, ...], *, keep_unknown: bool, wide: bool) -> list[MergeLayer]:
     """The layers inside one parameter; empty if it is none of a known family and ``keep_unknown`` is off."""
     found = rule_for(parameter, shape)
@@ -233,7 +234,7 @@ def _layers_of(parameter: str, shape: tuple[int, ...], *, keep_unknown: bool, wi
     rule, groups = found
     d_out, d_in = reversed(shape) if rule.transposed else shape
     layers, start = [], 0
-    for name, height in zip(rule.names, heights(rule, parameter, d_out, d_in), strict=True):
+    for name, height in zip(rule.names, split_rows(rule, parameter, d_out, d_in), strict=True):
         rows = (start, start + height) if len(rule.names) > 1 else None
         canonical = name.format(tower=tower(parameter), **groups)
         layers.append(MergeLayer(canonical, parameter, (height, d_in), rows, rule.transposed))

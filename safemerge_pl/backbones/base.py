@@ -1,21 +1,25 @@
 """Backbones: the model that is merged, with what it takes to score it (preprocessing, text side)."""
 
-import hashlib
 import importlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from safemerge_pl.checkpoints.open import CheckpointError, fingerprint, open_checkpoint
+from safemerge_pl.checkpoints.open import CheckpointError, open_checkpoint
 
-__all__ = ["Backbone", "CLIPBackbone", "backbone_spec", "build_backbone", "model_folder", "quiet_transformers"]
+__all__ = ["Backbone", "backbone_spec", "build_backbone", "cache_key", "model_folder", "quiet_transformers"]
+
+_ROOM = "safemerge_pl.backbones"
+_EARLIER = {
+    f"{_ROOM}.OpenCLIPBackbone": "safemerge_pl.open_clip_backbone.OpenCLIPBackbone",
+    f"{_ROOM}.T5Backbone": "safemerge_pl.t5_backbone.T5Backbone",
+}
+"""Public path of a class -> the path that version 0.1.0 wrote into checkpoints and kept results under."""
 
 
 class Backbone(nn.Module, ABC):
@@ -63,148 +67,18 @@ class Backbone(nn.Module, ABC):
         """Image features ``(N, D)`` in the space of :meth:`encode_text`, not normalised; or generated tokens."""
 
 
-class CLIPBackbone(Backbone):
-    """CLIP of transformers: the vision tower is merged, the text tower and both projections stay pretrained.
-
-    Args:
-        pretrained: folder or hub id of a ``CLIPModel``, or ``"zoo"`` for the embedded mini CLIP.
-        revision: branch, tag or commit, for a hub id.
-        image_backend: what resizes images: ``torchvision`` as transformers 5 does, or ``pil`` as earlier versions and
-            the paper's pipeline do. Pixels differ by rounding.
-
-    Example:
-        >>> CLIPBackbone("zoo").spec()["init_args"]
-        {'pretrained': 'zoo', 'revision': None, 'image_backend': 'torchvision'}
-    """
-
-    merged_attr = "vision_model"
-
-    def __init__(
-        self,
-        pretrained: str = "zoo",
-        revision: str | None = None,
-        image_backend: Literal["torchvision", "pil"] = "torchvision",
-    ) -> None:
-        super().__init__()
-        self.pretrained, self.revision, self.image_backend = str(pretrained), revision, image_backend
-        self._text: dict[str, Any] = {}  # a plain dict: the text side is no part of the module's state
-
-    def spec(self) -> dict[str, Any]:
-        """See :class:`Backbone`."""
-        return backbone_spec(self, pretrained=self.pretrained, revision=self.revision, image_backend=self.image_backend)
-
-    def folder(self) -> Path:
-        """See :class:`Backbone`."""
-        if self.pretrained == "zoo":
-            from safemerge_pl.zoo import Zoo
-
-            return Zoo().model
-        return model_folder(self.pretrained, self.revision, "CLIP")
-
-    def load(self) -> None:
-        """See :class:`Backbone`."""
-        if hasattr(self, "vision_model"):
-            return
-        from transformers import AutoTokenizer, CLIPModel
-
-        folder = self.folder()
-        if not (folder / "config.json").exists():
-            raise CheckpointError(f"{folder} has no config.json; give the folder of a whole CLIP model.")
-        with quiet_transformers():
-            try:
-                model, info = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-            except (OSError, RuntimeError, ValueError) as error:
-                raise CheckpointError(f"{folder} is no CLIP model that transformers can load: {error}") from error
-            missing = sorted(info["missing_keys"])
-            if missing:
-                raise CheckpointError(f"{folder} lacks {len(missing)} tensors of a CLIP model, first `{missing[0]}`.")
-            self._text = {
-                "tokenizer": AutoTokenizer.from_pretrained(folder),
-                "tower": model.text_model.eval(),
-                "projection": model.text_projection,
-            }
-        self.vision_model, self.visual_projection = model.vision_model, model.visual_projection
-        self.eval()
-
-    def preprocess(self, images: Sequence[Any]) -> Tensor:
-        """See :class:`Backbone`."""
-        return self.preprocessor()(images)
-
-    def preprocessor(self) -> Callable[[Sequence[Any]], Tensor]:
-        """See :class:`Backbone`."""
-        if not hasattr(self, "_processor"):
-            self._processor = _ImageProcessor(self.folder(), self.image_backend)
-        return self._processor
-
-    def text_key(self) -> str | None:
-        """See :class:`Backbone`; weights, activation and pooling of the text tower, and the tokenizer."""
-        if "key" not in self._text:
-            tower, tokenizer = self._text["tower"], self._text["tokenizer"]
-            weights = fingerprint({**tower.state_dict(), "projection": self._text["projection"].weight})
-            config = {key: value for key, value in tower.config.to_dict().items() if not key.endswith("version")}
-            fast = getattr(tokenizer, "backend_tokenizer", None)
-            words = json.loads(fast.to_str()) if fast is not None else {"vocab": tokenizer.get_vocab()}
-            words |= {"truncation": None, "padding": None}  # of the last call
-            known = (json.dumps(part, sort_keys=True, default=str) for part in (config, words))
-            parts = [weights, *known, str(tokenizer.pad_token_id)]
-            self._text["key"] = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-        key: str = self._text["key"]
-        return key
-
-    @torch.no_grad()
-    def encode_text(self, texts: Sequence[str]) -> Tensor:
-        """See :class:`Backbone`."""
-        device = next(self.parameters()).device
-        tokens = self._text["tokenizer"](list(texts), padding=True, return_tensors="pt").to(device)
-        if tokens["input_ids"].shape[1] > self._text["tower"].config.max_position_embeddings:
-            longest = max(texts, key=len)
-            raise ValueError(
-                f"the text tower takes {self._text['tower'].config.max_position_embeddings} tokens, which "
-                f"'{longest}' exceeds; shorten the class name or the template."
-            )
-        pooled = self._text["tower"].to(device)(**tokens).pooler_output
-        features: Tensor = self._text["projection"].to(device)(pooled)
-        return features.cpu()
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """See :class:`Backbone`."""
-        features: Tensor = self.visual_projection(self.vision_model(pixels).pooler_output)
-        return features
-
-
-class _ImageProcessor:
-    """The model's own preprocessing; small, so that worker processes get it without the model."""
-
-    def __init__(self, folder: Path, backend: str) -> None:
-        import transformers
-
-        kind = transformers.CLIPImageProcessor
-        if backend == "pil":  # before version 5 the one above
-            kind = getattr(transformers, "CLIPImageProcessorPil", kind)
-        try:
-            self._processor = kind.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{folder} has no preprocessor_config.json that can be read; copy the pretrained model's there."
-            ) from error
-
-    def __call__(self, images: Sequence[Any]) -> Tensor:
-        pixels: Tensor = self._processor([image.convert("RGB") for image in images], return_tensors="pt")[
-            "pixel_values"
-        ]
-        return pixels
-
-
 def build_backbone(backbone: Backbone | Mapping[str, Any]) -> Backbone:
-    """A backbone, or one built from its :meth:`Backbone.spec`.
+    """A backbone, or one built from its :meth:`Backbone.spec`, whatever version wrote that.
 
     Example:
-        >>> build_backbone(CLIPBackbone("zoo").spec()).pretrained
+        >>> build_backbone({"class_path": "safemerge_pl.backbones.CLIPBackbone", "init_args": {}}).pretrained
         'zoo'
+        >>> type(build_backbone({"class_path": "safemerge_pl.t5_backbone.T5Backbone", "init_args": {}})).__name__
+        'T5Backbone'
     """
     if isinstance(backbone, Backbone):
         return backbone
-    module, _, name = backbone["class_path"].rpartition(".")
+    module, _, name = _public_path(backbone["class_path"]).rpartition(".")
     built: Backbone = getattr(importlib.import_module(module), name)(**backbone["init_args"])
     return built
 
@@ -230,11 +104,34 @@ def model_folder(pretrained: str, revision: str | None, kind: str) -> Path:
 
 
 def backbone_spec(backbone: Backbone, **init_args: Any) -> dict[str, Any]:
-    """What :meth:`Backbone.spec` returns for a class and its arguments."""
+    """What :meth:`Backbone.spec` returns for a class and its arguments: the public path, for files may move."""
     kind = type(backbone)
-    public = kind.__module__.startswith("safemerge_pl.backbones.")  # files inside of the room may move
-    module = "safemerge_pl.backbones" if public else kind.__module__
-    return {"class_path": f"{module}.{kind.__qualname__}", "init_args": init_args}
+    return {"class_path": _public_path(f"{kind.__module__}.{kind.__qualname__}"), "init_args": init_args}
+
+
+def cache_key(backbone: Backbone) -> dict[str, Any]:
+    """The :meth:`Backbone.spec` that kept results are found under: with the path that a class had at first.
+
+    Example:
+        >>> from safemerge_pl.backbones import T5Backbone
+        >>> cache_key(T5Backbone())["class_path"]
+        'safemerge_pl.t5_backbone.T5Backbone'
+    """
+    spec = backbone.spec()
+    return spec | {"class_path": _EARLIER.get(spec["class_path"], spec["class_path"])}
+
+
+def _public_path(path: str) -> str:
+    """The path under which a class of this package is imported, from an earlier path or that of its file.
+
+    Example:
+        >>> _public_path("safemerge_pl.backbones.base.CLIPBackbone"), _public_path("mine.Backbone")
+        ('safemerge_pl.backbones.CLIPBackbone', 'mine.Backbone')
+    """
+    public = {earlier: now for now, earlier in _EARLIER.items()}
+    if path.startswith(f"{_ROOM}."):
+        return f"{_ROOM}.{path.rpartition('.')[2]}"
+    return public.get(path, path)
 
 
 @contextmanager

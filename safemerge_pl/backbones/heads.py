@@ -1,4 +1,4 @@
-"""Zero-shot heads: class names and templates through the pretrained text tower (METHODS 13)."""
+"""Zero-shot heads: class names and templates through the pretrained text tower."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ FEW_TEXTS = 1024
 def zero_shot_head(
     backbone: Backbone, classes: Sequence[str], templates: Sequence[str], *, batch_size: int = 512
 ) -> Tensor:
-    """One unit vector a class: text features normalised, averaged over templates, normalised again.
+    """One unit vector per class: text features normalised, averaged over templates, normalised again.
 
     A head of many texts is kept on disk under a hash of the text tower's weights, the tokenizer and the texts, and
     taken from there the next time.
@@ -29,7 +29,7 @@ def zero_shot_head(
         backbone: loaded; its text tower is the pretrained one.
         classes: names in the order of the labels.
         templates: sentences with ``{}`` in the place of the class name.
-        batch_size: texts a pass.
+        batch_size: texts per pass.
 
     Returns:
         ``(len(classes), D)`` float32. An image's class is the row of largest product with its feature vector.

@@ -16,7 +16,7 @@ __all__ = ["T5Backbone"]
 
 
 class T5Backbone(Backbone):
-    """``T5ForConditionalGeneration`` of transformers with its tokenizer, decoding greedily (METHODS 14).
+    """``T5ForConditionalGeneration`` of transformers with its tokenizer, decoding greedily.
 
     Answers do not depend on the ``generation_config.json`` of the model: always greedy, ``max_length`` tokens at most.
 
@@ -103,7 +103,7 @@ class T5Backbone(Backbone):
         """Generated tokens ``(N, max_length)`` at most, greedy.
 
         Raises:
-            MisconfigurationException: in float16, in which T5's activations overflow (A14).
+            MisconfigurationException: in float16, in which T5's activations overflow.
             FloatingPointError: if a logit is NaN or Inf.
         """
         weight = self.model.shared.weight

@@ -1,5 +1,7 @@
-"""Lightning callbacks, one a file."""
+"""Lightning callbacks, one per file."""
 
+from safemerge_pl.callbacks.compare import ComparedMethod as ComparedMethod
+from safemerge_pl.callbacks.compare import MethodComparison as MethodComparison
 from safemerge_pl.callbacks.merge import MergeCallback as MergeCallback
 from safemerge_pl.callbacks.output import MergedModelWriter as MergedModelWriter
 from safemerge_pl.callbacks.progress import StreamProgress as StreamProgress
@@ -8,8 +10,10 @@ from safemerge_pl.callbacks.report import StreamReport as StreamReport
 from safemerge_pl.callbacks.safe_merge import SAFEMergeCallback as SAFEMergeCallback
 
 __all__ = [
+    "ComparedMethod",
     "MergeCallback",
     "MergedModelWriter",
+    "MethodComparison",
     "ReferenceRows",
     "SAFEMergeCallback",
     "StreamProgress",

@@ -1,18 +1,16 @@
 """Fold checkpoints into the module, one at the start of each epoch."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from safemerge_pl.callbacks.part import MergePart, require_started
 from safemerge_pl.checkpoints.open import CheckpointError, Source
-from safemerge_pl.data.experts import find_experts
-from safemerge_pl.merger import ContinualMerger
-
-if TYPE_CHECKING:
-    from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.data.experts import Experts, find_experts
+from safemerge_pl.merger import ContinualMerger, FoldReport
 
 __all__ = ["FromFiles"]
 
@@ -21,19 +19,23 @@ class FromFiles:
     """What :class:`MergeCallback` does with checkpoints; its hooks call the methods of the same names.
 
     Args:
-        owner: the callback.
+        part: what is merged, and how.
+        experts: where the fine-tuned models are, see :class:`MergeCallback`.
+        on_fold: called with trainer and report after each fold, when the merged weights are in the module.
 
     Attributes:
-        sources: model of each task, in stream order.
+        sources: model of each task, in stream order; known from ``setup`` on.
+        merger: made in the first ``setup``.
     """
 
-    def __init__(self, owner: "MergeCallback") -> None:
-        self.owner = owner
+    def __init__(self, part: MergePart, experts: Experts, *, on_fold: Callable[[L.Trainer, FoldReport], None]) -> None:
+        self.part, self.experts, self.on_fold = part, experts, on_fold
         self.sources: dict[str, Source] = {}
+        self.merger: ContinualMerger | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the models, capture the pretrained weights and check everything that is going to be merged."""
-        self.sources = find_experts(self.owner.experts, self._stream(trainer))
+        self.sources = find_experts(self.experts, self._stream(trainer))
         if trainer.limit_train_batches == 0:
             raise MisconfigurationException("`limit_train_batches` is 0: no epoch would run and nothing be merged.")
         epochs = trainer.max_epochs
@@ -42,22 +44,22 @@ class FromFiles:
                 f"`max_epochs` is {epochs} but the stream has {len(self.sources)} tasks, one an epoch; set it to "
                 f"{len(self.sources)}, or less to stop early."
             )
-        if self.owner.merger is None:  # captured once: at a second fit the module holds merged weights
+        if self.merger is None:  # captured once: at a second fit the module holds merged weights
             earlier: list[str] = getattr(pl_module, "merged_tasks", [])
             if earlier:
                 raise MisconfigurationException(
                     f"the module already holds a merge of {', '.join(earlier)}, so the pretrained weights are "
                     "unknown; start from a fresh module and resume with `ckpt_path`."
                 )
-            target = self.owner.target(pl_module)
-            device = pl_module.device if self.owner.device == "auto" else self.owner.device
+            target = self.part.target(pl_module)
             try:
-                self.owner.merger = ContinualMerger(
+                self.merger = ContinualMerger(
                     target,
-                    self.owner.method,
-                    layers=self.owner.layers,
-                    device=device,
-                    on_mismatch=self.owner.on_mismatch,
+                    self.part.method,
+                    layers=self.part.layers,
+                    device=self.part.choose_device(pl_module),
+                    on_mismatch=self.part.on_mismatch,
+                    max_response=self.part.max_response,
                 )
             except ValueError as error:
                 raise MisconfigurationException(f"the pretrained model cannot be merged into: {error}") from error
@@ -65,10 +67,10 @@ class FromFiles:
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule, restored: dict[str, Any] | None) -> None:
         """Take up a restored position, now that module and checkpoint are in place."""
-        merger = self.owner.require_merger()
+        merger = require_started(self.merger)
         if restored is not None:
             try:
-                merger.load_state_dict(restored, self.owner.target(pl_module))
+                merger.load_state_dict(restored, restored.get("accumulated") or self.part.target(pl_module))
             except CheckpointError as error:
                 raise MisconfigurationException(f"this checkpoint cannot be resumed: {error}") from error
         stream = list(self.sources)
@@ -81,43 +83,50 @@ class FromFiles:
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before an epoch or batch: fold what is due."""
-        merger, stream = self.owner.require_merger(), list(self.sources)
+        merger, stream = require_started(self.merger), list(self.sources)
         while len(merger.tasks) <= min(trainer.current_epoch, len(stream) - 1):
             task = stream[len(merger.tasks)]
             report = merger.fold(self.sources[task], task)
             self._write(pl_module)
-            self.owner.log_fold(trainer, report)
+            self.on_fold(trainer, report)
 
     def end_epoch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing: the next model comes with the next epoch."""
+        """Do nothing: the next model comes with the next epoch."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing: the module that is scored keeps its own matrix."""
+        """Do nothing: the module that is scored keeps its own matrix."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say so if the run ended early."""
+        merged = len(require_started(self.merger).tasks)
         due = min(len(self.sources), trainer.max_epochs or len(self.sources))
-        if len(self.owner.tasks) < due and not trainer.fast_dev_run and not trainer.should_stop:  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                f"only {len(self.owner.tasks)} of {due} tasks were merged; was the run limited?"
-            )
+        if merged < due and not trainer.fast_dev_run and not trainer.should_stop:  # type: ignore[attr-defined]
+            raise MisconfigurationException(f"only {merged} of {due} tasks were merged; was the run limited?")
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, reports, settings and hashes; the merged weights are in the module's own state."""
-        return {} if self.owner.merger is None else self.owner.merger.state_dict()
+        """Position, reports, settings and hashes.
+
+        The merged weights are in the module's own state, as deployed; where that is a part of the accumulated vector,
+        the whole is added here.
+        """
+        if self.merger is None:
+            return {}
+        state = self.merger.state_dict()
+        whole = self.merger.scale == 1.0
+        return state if whole else {**state, "accumulated": dict(self.merger.accumulated_parameters())}
 
     def _stream(self, trainer: L.Trainer) -> Sequence[str]:
         stream = getattr(getattr(trainer, "datamodule", None), "stream", None)
         if stream is not None:
             return list(stream)
-        if isinstance(self.owner.experts, Mapping):
-            return list(self.owner.experts)
+        if isinstance(self.experts, Mapping):
+            return list(self.experts)
         raise MisconfigurationException(
             "no order of tasks: use a StreamDataModule, or give `experts` as a mapping from task to model."
         )
 
     def _check_all(self) -> None:
-        merger, problems = self.owner.require_merger(), []
+        merger, problems = require_started(self.merger), []
         for task, source in self.sources.items():
             if task in merger.tasks:
                 continue
@@ -130,8 +139,8 @@ class FromFiles:
 
     def _write(self, pl_module: L.LightningModule) -> None:
         """Copy the merged weights into the module's own parameters, which keep their identity."""
-        merger = self.owner.require_merger()
-        parameters = dict(self.owner.target(pl_module).state_dict(keep_vars=True))
+        merger = require_started(self.merger)
+        parameters = dict(self.part.target(pl_module).state_dict(keep_vars=True))
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in merger.merged_parameters().items():
                 parameters[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""What a merge cannot work with, each refused with its reason before anything starts."""
+"""Checks that refuse unsupported trainers and plans before training starts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.live import LiveMerger
+from safemerge_pl.module import ContinualMergeModule
 
 __all__ = [
     "check_plan",
@@ -130,8 +131,6 @@ def refuse_untrained(pl_module: L.LightningModule) -> None:
     Raises:
         MisconfigurationException: always for such a module.
     """
-    from safemerge_pl.module import ContinualMergeModule
-
     if isinstance(pl_module, ContinualMergeModule):
         raise MisconfigurationException(
             "ContinualMergeModule trains nothing, so there is nothing to merge at a boundary; use a LightningModule "

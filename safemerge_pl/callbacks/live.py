@@ -1,7 +1,8 @@
-"""The life of a merge inside somebody's training loop: when tasks end, what is folded, what is in the module when."""
+"""Merging inside a training loop: when tasks end, what is folded, and which weights the module holds when."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,16 +16,17 @@ from safemerge_pl.callbacks.guards import (
     say_what_is_merged,
 )
 from safemerge_pl.callbacks.options import LiveOptions
+from safemerge_pl.callbacks.part import MergePart, require_started
 from safemerge_pl.callbacks.scores import StreamScores
 from safemerge_pl.checkpoints.open import CheckpointError
 from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.live import LiveMerger, require_choices
+from safemerge_pl.merger import FoldReport
 from safemerge_pl.output.folders import check_output
 
-if TYPE_CHECKING:
-    from safemerge_pl.callbacks.merge import MergeCallback
-
 __all__ = ["Live"]
+
+OnScores = Callable[[L.Trainer, L.LightningModule, dict[str, float], Sequence[str]], None]
 
 
 class Live:
@@ -35,15 +37,27 @@ class Live:
     pretrained weights return, with a fresh optimiser and scheduler.
 
     Args:
-        owner: the callback.
+        part: what is merged, and how.
         options: see :class:`LiveOptions`.
+        on_fold: called with trainer and report after each fold, when the merged weights are in the module.
+        on_scores: called with trainer, module, scores and the names of the control sets once a merge has been scored.
+
+    Attributes:
+        merger: made in the first ``setup``.
 
     Raises:
         ValueError: if options contradict each other.
     """
 
-    def __init__(self, owner: "MergeCallback", options: LiveOptions) -> None:
-        self.owner, self.options = owner, options
+    def __init__(
+        self,
+        part: MergePart,
+        options: LiveOptions,
+        *,
+        on_fold: Callable[[L.Trainer, FoldReport], None],
+        on_scores: OnScores,
+    ) -> None:
+        self.part, self.options, self.on_fold, self.on_scores = part, options, on_fold, on_scores
         self.epochs_per_task, self.boundary = options.get("epochs_per_task"), options.get("boundary")
         if (self.epochs_per_task is None) == (self.boundary is None):
             raise ValueError(
@@ -68,34 +82,40 @@ class Live:
         self.resumed = False  # and no task has begun since
         self.current: str | None = None  # what the `boundary` attribute says
 
+    @property
+    def tasks(self) -> list[str]:
+        """Names folded so far, in order."""
+        return [] if self.merger is None else self.merger.tasks
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Capture the pretrained weights; refuse a plan that cannot work."""
         refuse_untrained(pl_module)
         check_plan(trainer, self.options, self.tasks_left(trainer), self.epochs)
         if "output" in self.options and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             check_output(Path(self.options["output"]))
-        target = self.owner.target(pl_module)
+        target = self.part.target(pl_module)
         try:
             if self.merger is not None:
                 self.merger.attach(target)
                 return
             if "pretrained" not in self.options:
                 require_untrained(trainer, pl_module)
-            self.merger = self.owner.merger = LiveMerger(
+            self.merger = LiveMerger(
                 target,
-                self.owner.method,
-                layers=self.owner.layers,
+                self.part.method,
+                layers=self.part.layers,
                 pretrained=self.options.get("pretrained"),
                 restart_from=self.options.get("restart_from", "pretrained"),
                 rest=self.options.get("rest", "pretrained"),
+                max_response=self.part.max_response,
             )
-            say_what_is_merged(self.merger, self.owner.module_attr, type(pl_module).__name__)
+            say_what_is_merged(self.merger, self.part.module_attr, type(pl_module).__name__)
         except ValueError as error:
             raise MisconfigurationException(f"this module cannot be merged: {error}") from error
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule, restored: dict[str, Any] | None) -> None:
         """Take up a restored position."""
-        merger = self._require_merger()
+        merger = require_started(self.merger)
         self.resumed = restored is not None
         if restored is not None:
             try:
@@ -119,11 +139,11 @@ class Live:
         self._require_scored()
         self.resumed = False
         task = self._next_task(trainer)
-        if task in self.owner.tasks:
+        if task in self.tasks:
             raise MisconfigurationException(
                 f"task '{task}' is merged already, and a task is merged once; give its second training another name."
             )
-        self._require_merger().restart()
+        require_started(self.merger).restart()
         trainer.strategy.setup_optimizers(trainer)  # fresh optimiser state and schedules
         self.merged_in_place = False
 
@@ -150,7 +170,7 @@ class Live:
         """Fold the last task where only the end of ``fit`` shows that it is complete; say what was not merged."""
         if isinstance(self.boundary, str) and not self.merged_in_place:
             self._fold(trainer, pl_module)
-        if not self.owner.tasks:
+        if not self.tasks:
             raise MisconfigurationException(
                 f"no task was merged: the run ended after {self.epochs} epochs and no boundary was reached; see "
                 "`epochs_per_task`, `boundary`, and what stopped the run."
@@ -158,13 +178,13 @@ class Live:
         self._require_scored()
         if not self.merged_in_place:
             rank_zero_warn(
-                f"the run ended inside a task, {self.epochs} epochs after '{self.owner.tasks[-1]}' was merged: the "
+                f"the run ended inside a task, {self.epochs} epochs after '{self.tasks[-1]}' was merged: the "
                 "module holds the weights in training; resume to finish the task, or call "
                 "`callback.merger.apply_merged()` for the merge of the finished ones."
             )
         if "output" in self.options and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             if trainer.is_global_zero:
-                self._require_merger().save(self.options["output"])
+                require_started(self.merger).save(self.options["output"])
             trainer.strategy.barrier()
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,12 +202,12 @@ class Live:
         }
 
     def _fold(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        merger, task = self._require_merger(), self._next_task(trainer)
+        merger, task = require_started(self.merger), self._next_task(trainer)
         report = merger.fold_trained(task, f"trained until step {trainer.global_step}")
         require_same(trainer, task, (report.incoming, report.merged))
         self.epochs, self.merged_in_place = 0, True
         setattr(pl_module, "merged_tasks", merger.tasks)  # noqa: B010  # whoever captures it next must know
-        self.owner.log_fold(trainer, report)
+        self.on_fold(trainer, report)
         rank_zero_info(f"merged '{task}' ({report.kept_fraction:.0%} of its task vector, {report.seconds:.1f} s)")
         for note in report.notes:
             rank_zero_warn(f"task '{task}': {note}.")
@@ -197,30 +217,30 @@ class Live:
 
     def _enter(self, trainer: L.Trainer, pl_module: L.LightningModule, found: dict[str, Any]) -> None:
         found = trainer.strategy.broadcast({name: float(value) for name, value in found.items()})
-        scores = self.scores.enter(found, self.owner.tasks, trainer.callback_metrics)
-        self.owner.log_scores(trainer, pl_module, scores, self.scores.controls)
+        scores = self.scores.enter(found, self.tasks, trainer.callback_metrics)
+        self.on_scores(trainer, pl_module, scores, self.scores.controls)
 
     def _require_scored(self) -> None:
         if self.unscored and self.resumed:  # Lightning does not validate after a checkpoint taken at the last step
             rank_zero_warn(
-                f"this checkpoint was taken between the merge of '{self.owner.tasks[-1]}' and its validation: its row "
+                f"this checkpoint was taken between the merge of '{self.tasks[-1]}' and its validation: its row "
                 "of the accuracy matrix is lost, and with it BWT."
             )
             self.unscored = False
         if self.unscored:
             raise MisconfigurationException(
-                f"no validation ran after '{self.owner.tasks[-1]}' was merged, so `metric` has no value; validate at "
+                f"no validation ran after '{self.tasks[-1]}' was merged, so `metric` has no value; validate at "
                 "the end of every task (`check_val_every_n_epoch`, `val_check_interval`), or use `score`."
             )
 
     def tasks_left(self, trainer: L.Trainer) -> int | None:
         """Named tasks that are not merged yet; ``None`` where no names are given."""
         planned = self._planned(trainer)
-        return len(planned) - len(self.owner.tasks) if planned else None
+        return len(planned) - len(self.tasks) if planned else None
 
     def named(self, trainer: L.Trainer) -> list[str]:
         """All tasks that have a name so far: those to come, too, where they are known."""
-        return self._planned(trainer) or self.owner.tasks
+        return self._planned(trainer) or self.tasks
 
     def _planned(self, trainer: L.Trainer) -> list[str]:
         stream = getattr(getattr(trainer, "datamodule", None), "stream", None)
@@ -228,7 +248,7 @@ class Live:
 
     def _next_task(self, trainer: L.Trainer) -> str:
         """Name of the task in training, or about to be."""
-        done, planned = len(self.owner.tasks), self._planned(trainer)
+        done, planned = len(self.tasks), self._planned(trainer)
         if self.current is not None:
             return self.current
         if planned and done >= len(planned):
@@ -237,8 +257,3 @@ class Live:
                 "more `tasks`."
             )
         return planned[done] if planned else f"task{done + 1}"
-
-    def _require_merger(self) -> LiveMerger:
-        if self.merger is None:
-            raise RuntimeError("the merge has not started: `setup` was not called for stage 'fit'.")
-        return self.merger

@@ -1,11 +1,9 @@
 """The callback that folds the next fine-tuned model into the module at each task boundary."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -15,13 +13,18 @@ from safemerge_pl.callbacks.from_files import FromFiles
 from safemerge_pl.callbacks.guards import refuse_unsupported
 from safemerge_pl.callbacks.live import Live
 from safemerge_pl.callbacks.options import LiveOptions
+from safemerge_pl.callbacks.part import MergePart, require_started
+from safemerge_pl.callbacks.scalars import log_fold
 from safemerge_pl.checkpoints.adapter_modules import plain_name
 from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.experts import Experts
+from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.folding.processes import Processes
+from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
+from safemerge_pl.scoring.tags import tag_scores
 
 __all__ = ["MergeCallback"]
 
@@ -29,8 +32,8 @@ __all__ = ["MergeCallback"]
 class MergeCallback(L.Callback):
     """Fold one model after another into the module, with any merge method.
 
-    The models come from checkpoints, one an epoch (``experts``), or from the training itself: with ``epochs_per_task``
-    or ``boundary`` the callback folds what somebody's loop has just trained, at the end of each task.
+    The models come from checkpoints, one per epoch (``experts``), or from the training itself: with ``epochs_per_task``
+    or ``boundary`` the callback folds what a training loop has just trained, at the end of each task.
 
     The module's weights at the start of ``fit`` are the pretrained ones. Weights are changed in place and wholly or not
     at all. The position in the stream is the callback's own and is saved with the checkpoint, so a run that was stopped
@@ -46,18 +49,20 @@ class MergeCallback(L.Callback):
 
     Args:
         method: how to merge; SAFE-Merge with its defaults if left out.
-        experts: where the fine-tuned models are: ``"zoo"``, a folder with one sub-folder a task, a path with ``{task}``
-            in it, a list of such places (the first that has the task wins), or a mapping from task to model. A mapping
-            also gives the order where the data module has no stream.
+        experts: where the fine-tuned models are: ``"zoo"``, a folder with one sub-folder per task, a path with
+            ``{task}`` in it, a list of such places (the first that has the task wins), or a mapping from task to model.
+            A mapping also gives the order where the data module has no stream.
         layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
         module_attr: dotted path of the sub-module that is merged; by default the tower that the module's backbone
             names, or the whole module.
         device: where the arithmetic runs, ``"auto"`` for the module's device.
         on_mismatch: ``"pretrained"`` also takes models of another image size or vocabulary, with the pretrained rows.
+        max_response: bounds how strongly the pretrained matrices read what is merged, and so protects what the
+            pretrained model knows; 0.035 is a good value. ``"auto"`` takes the method's own, ``None`` bounds nothing.
         **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Raises:
-        ValueError: if options contradict each other.
+        ValueError: if the options contradict each other.
         MisconfigurationException: in ``setup``, for a strategy that shards weights, half-precision weights, or an
             expert that is missing or does not fit; all problems in one message, before anything is changed.
     """
@@ -70,19 +75,18 @@ class MergeCallback(L.Callback):
         module_attr: str | None = None,
         device: str = "auto",
         on_mismatch: Mismatch = "error",
+        max_response: MaxResponse = "auto",
         **live: Unpack[LiveOptions],
     ) -> None:
         super().__init__()
-        self.method = SafeMerge() if method is None else method
-        self.experts: Experts = experts
-        self.layers, self.module_attr, self.device = layers, module_attr, device
-        self.on_mismatch: Mismatch = on_mismatch
-        self.merger: ContinualMerger | None = None
+        method = SafeMerge() if method is None else method
+        self.part = MergePart(method, layers, module_attr, device, on_mismatch, max_response)
         self._restored: dict[str, Any] | None = None
         if live and experts != "zoo":
             raise ValueError("give `experts` (checkpoints) or `epochs_per_task`/`boundary` (training), not both.")
-        self.live = Live(self, live) if live else None
-        self._mode = self.live or FromFiles(self)
+        self.files = FromFiles(self.part, experts, on_fold=log_fold)
+        self.live = Live(self.part, live, on_fold=log_fold, on_scores=self.log_scores) if live else None
+        self._mode: FromFiles | Live = self.live or self.files
 
     @property
     def state_key(self) -> str:
@@ -96,6 +100,45 @@ class MergeCallback(L.Callback):
         return next((callback for callback in callbacks if isinstance(callback, MergeCallback)), None)
 
     @property
+    def merger(self) -> ContinualMerger | LiveMerger | None:
+        """The merge itself, ``None`` before ``fit``."""
+        return self._mode.merger
+
+    @property
+    def method(self) -> MergeMethod:
+        """How to merge."""
+        return self.part.method
+
+    @property
+    def layers(self) -> Sequence[str] | None:
+        """Patterns of the parameters to merge."""
+        return self.part.layers
+
+    @property
+    def module_attr(self) -> str | None:
+        """Dotted path of the sub-module that is merged."""
+        return self.part.module_attr
+
+    @property
+    def device(self) -> str:
+        """Where the arithmetic runs."""
+        return self.part.device
+
+    @property
+    def on_mismatch(self) -> Mismatch:
+        """What to do with a model of another image size or vocabulary."""
+        return self.part.on_mismatch
+
+    @property
+    def experts(self) -> Experts:
+        """Where the fine-tuned models are."""
+        return self.files.experts
+
+    @experts.setter
+    def experts(self, experts: Experts) -> None:
+        self.files.experts = experts
+
+    @property
     def tasks(self) -> list[str]:
         """Names folded so far, in order."""
         return [] if self.merger is None else self.merger.tasks
@@ -103,11 +146,11 @@ class MergeCallback(L.Callback):
     @property
     def sources(self) -> dict[str, Source]:
         """Checkpoint of each task, in stream order; empty in training."""
-        return self._mode.sources if isinstance(self._mode, FromFiles) else {}
+        return self.files.sources
 
     @property
     def reports(self) -> list[FoldReport]:
-        """One report a fold."""
+        """One report per fold."""
         return [] if self.merger is None else self.merger.reports
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -125,8 +168,8 @@ class MergeCallback(L.Callback):
         if restored is not None and ("live" in restored) != (self.live is not None):
             kind = "checkpoints (`experts`)" if self.live is not None else "what a loop trains (`epochs_per_task`)"
             raise MisconfigurationException(f"this checkpoint is from a merge of {kind}; build the callback as then.")
-        merger = self.require_merger()
-        merger.device = torch.device(pl_module.device if self.device == "auto" else self.device)
+        merger = self._require_merger()
+        merger.device = self.part.choose_device(pl_module)
         merger.processes = Processes(shared=trainer.world_size > 1)
         self._mode.on_fit_start(trainer, pl_module, restored)
 
@@ -162,7 +205,7 @@ class MergeCallback(L.Callback):
         self._mode.on_train_end(trainer, pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """The merger outlives the run's processes; a state that was loaded to be looked at does not."""
+        """Leave a merger that works without the run's processes, and forget a state that no ``fit`` took up."""
         self._restored = None
         if self.merger is not None:
             self.merger.processes = Processes(shared=False)
@@ -180,20 +223,7 @@ class MergeCallback(L.Callback):
 
     def target(self, pl_module: L.LightningModule) -> nn.Module:
         """The sub-module that is merged."""
-        path = self.module_attr
-        if path is None:
-            backbone = getattr(pl_module, "backbone", None)
-            name = getattr(backbone, "merged_attr", None)
-            path = f"backbone.{name}" if name else ""
-        try:
-            target = operator.attrgetter(path)(pl_module) if path else pl_module
-        except AttributeError as error:
-            raise MisconfigurationException(
-                f"`module_attr` '{path}' does not exist in {type(pl_module).__name__}: {error}."
-            ) from error
-        if not isinstance(target, nn.Module):
-            raise MisconfigurationException(f"`module_attr` '{path}' is a {type(target).__name__}, not a module.")
-        return target
+        return self.part.target(pl_module)
 
     def _require_own_weights(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Two callbacks must not merge the same weights."""
@@ -207,22 +237,15 @@ class MergeCallback(L.Callback):
                         f"two merge callbacks share {shared} parameters; give each its own `module_attr` or `layers`."
                     )
 
+    def _require_merger(self) -> ContinualMerger | LiveMerger:
+        require_started(self.merger)
+        assert self.merger is not None
+        return self.merger
+
     def _merged_tensors(self, pl_module: L.LightningModule) -> list[Tensor]:
-        merger = self.require_merger()
+        merger = self._require_merger()
         tensors = {plain_name(n): t for n, t in self.target(pl_module).state_dict(keep_vars=True).items()}
         return [tensors[name] for name in merger.merged_parameters()]
-
-    def log_fold(self, trainer: L.Trainer, report: FoldReport) -> None:
-        """Log what a fold did, over the number of merged tasks."""
-        scalars = {"merge/kept_fraction": report.kept_fraction, "merge/seconds": report.seconds}
-        scalars["merge/task_norm"] = sum(row.task_norm**2 for row in report.layers) ** 0.5
-        scalars["merge/update_norm"] = sum(row.update_norm**2 for row in report.layers) ** 0.5
-        if report.losses:
-            scalars |= {"merge/loss_first": report.losses[0], "merge/loss_last": report.losses[-1]}
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=report.index)
-            for step, loss in enumerate(report.losses):
-                logger.log_metrics({f"recovery/{report.index:02d}_{report.task}": loss}, step=step)
 
     def log_scores(
         self, trainer: L.Trainer, pl_module: L.LightningModule, scores: dict[str, float], controls: Sequence[str]
@@ -231,17 +254,9 @@ class MergeCallback(L.Callback):
 
         A callback with a method ``on_merge_scored(trainer, pl_module, merge, scores)`` gets them.
         """
-        kinds = dict.fromkeys(("ACC", "BWT", "Gen", "H"), "stream/{}")
-        kinds |= dict.fromkeys(self.tasks, "task/{}/acc") | dict.fromkeys(controls, "control/{}/acc")
         for logger in trainer.loggers:
-            logger.log_metrics({kinds[n].format(n): value for n, value in scores.items()}, step=len(self.tasks))
+            logger.log_metrics(tag_scores(scores, self.tasks, controls), step=len(self.tasks))
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if hasattr(callback, "on_merge_scored"):
                 callback.on_merge_scored(trainer, pl_module, self, scores)
-
-    def require_merger(self) -> ContinualMerger:
-        """The merger, once ``setup`` has made it."""
-        if self.merger is None:
-            raise RuntimeError("the merge has not started: `setup` was not called for stage 'fit'.")
-        return self.merger

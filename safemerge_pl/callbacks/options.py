@@ -1,4 +1,4 @@
-"""What can be said about merging inside a training loop."""
+"""Options for merging inside a training loop."""
 
 from collections.abc import Callable
 
@@ -25,8 +25,8 @@ class LiveOptions(TypedDict, total=False):
         rest: tensors of the merged part that no method merges: ``"pretrained"`` puts them back at each boundary, as in
             the paper; ``"keep"`` leaves them as trained. What is outside of ``module_attr`` is never touched.
         pretrained: the pretrained weights (folder, file or hub id), if the module was trained before.
-        metric: name of the accuracy that the module logs in validation, one validation loader a task and then one a
-            control set; or with ``{task}`` in it, a name a task. Shares in [0, 1].
+        metric: name of the accuracy that the module logs in validation, with one validation loader per task and then
+            one per control set; or with ``{task}`` in it, one name per task. Accuracies are shares in [0, 1].
         score: instead, a function of trainer and module that returns the accuracy by task.
         controls: names of held-out sets in ``metric`` or ``score``; their mean is Gen.
         output: folder for the merged model, written at the end of ``fit``.

@@ -51,7 +51,7 @@ class MergedModelWriter(L.Callback):
         if not self.enabled or trainer.fast_dev_run or merge is None or merge.merger is None:  # type: ignore[attr-defined]
             return
         try:
-            require_output(merge.merger, self._folder(trainer), template=_template(pl_module), dtype=self.dtype)
+            require_output(merge.merger.plan, self._folder(trainer), template=_template(pl_module), dtype=self.dtype)
         except CheckpointError as error:
             raise MisconfigurationException(f"the merged model could not be written: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Progress of a merge stream: a bar while something is folded or scored, and one line a task that stays."""
+"""Progress of a merge stream: a bar during folding and scoring, and one permanent line per task."""
 
 import time
 from typing import Any
@@ -8,13 +8,14 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.functional import SCORES
 from safemerge_pl.runtime.progress import FoldProgress
 
 __all__ = ["StreamProgress"]
 
 
 class StreamProgress(ProgressBar):
-    """One line a task. On a terminal a bar shows how far the evaluation is; a log file gets the lines alone."""
+    """Print one line per task. A terminal also shows a bar during the evaluation; a log file gets the lines alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class StreamProgress(ProgressBar):
         elif merge is not None and merge.live is None and merge.tasks:
             report = merge.reports[-1]
             own = f"acc {100 * scores[report.task]:5.1f}   " if report.task in scores else ""
-            stream = "  ".join(f"{key} {100 * scores[key]:.1f}" for key in ("ACC", "Gen", "H", "BWT") if key in scores)
+            stream = "  ".join(f"{key} {100 * scores[key]:.1f}" for key in SCORES if key in scores)
             width = max(len(task) for task in merge.sources)
             seconds = f"fold {report.seconds:.1f} s, score {time.perf_counter() - self._start:.1f} s"
             self.print(f"{report.index:>3}/{len(merge.sources)} {report.task:<{width}}  {own}{stream}   ({seconds})")

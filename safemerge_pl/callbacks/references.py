@@ -1,13 +1,13 @@
-"""The two rows every merge is read against: the pretrained model and the experts on their own."""
+"""The two rows that every merge is compared with: the pretrained model and the experts on their own."""
 
 from typing import Any
 
 import lightning as L
 
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.scoring.rows import Row, individual_row, require_published, score_row
-from safemerge_pl.scoring.scorer import swapped_weights
+from safemerge_pl.scoring.rows import measure_references
 
 __all__ = ["ReferenceRows"]
 
@@ -16,7 +16,7 @@ class ReferenceRows(L.Callback):
     """Score the pretrained model and every expert before the first merge.
 
     *Pre-trained* is the zero-shot model on all tasks and control sets. *Individual* is each expert on its own task, and
-    the mean over the experts of their control accuracies (METHODS 12). The rows are saved in checkpoints, so a resumed
+    the mean over the experts of their control accuracies. The rows are saved in checkpoints, so a resumed
     run does not measure them again.
 
     Args:
@@ -39,21 +39,16 @@ class ReferenceRows(L.Callback):
         scorer = pl_module.scorer if isinstance(pl_module, ContinualMergeModule) else None
         if scorer is None:
             return
-        require_published(scorer.data, "pretrained", {}, self.assert_scores)  # before anything takes long
-        target = merge.target(pl_module)
-
-        def told(task: str, row: Row) -> None:
-            _say(trainer, f"expert {task}", row)
-            require_published(scorer.data, "individual", {task: row["acc"]}, self.assert_scores)
-
-        if "pretrained" not in self.rows:
-            with swapped_weights(target, dict(merge.merger.pretrained)):
-                self.rows["pretrained"] = score_row(scorer)
-            _say(trainer, "pretrained", self.rows["pretrained"])
-            require_published(scorer.data, "pretrained", self.rows["pretrained"]["accuracies"], self.assert_scores)
-        if self.individual and "individual" not in self.rows:
-            self.rows["individual"] = individual_row(scorer, target, merge.sources, told, merge.merger.pretrained)
-            _say(trainer, "individual", self.rows["individual"])
+        measure_references(
+            scorer,
+            merge.target(pl_module),
+            merge.sources,
+            self.rows,
+            wanted=("pretrained", "individual") if self.individual else ("pretrained",),
+            pretrained=merge.merger.pretrained,
+            within=self.assert_scores,
+            on_row=lambda what, row: _say(trainer, what, row),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, as plain values."""
@@ -65,9 +60,8 @@ class ReferenceRows(L.Callback):
 
 
 def _say(trainer: L.Trainer, what: str, row: dict[str, Any]) -> None:
-    """One line a model, where there is a progress bar to print it."""
+    """Print one line per model, if there is a progress bar to print it."""
     bar = trainer.progress_bar_callback
     if bar is not None:
-        columns = ("acc", "Gen") if "acc" in row else ("ACC", "Gen", "H")
-        parts = [f"{key} {100 * row[key]:.1f}" for key in columns if key in row]
+        parts = [f"{key} {100 * row[key]:.1f}" for key in ("acc", *SCORES) if key in row]
         bar.print(f"  {what:<28} {'  '.join(parts)}")

@@ -11,8 +11,10 @@ import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
+from safemerge_pl.callbacks.compare import MethodComparison
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.references import ReferenceRows
+from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.reports import stream as reports
 from safemerge_pl.runtime.configs import config_folder
@@ -69,13 +71,14 @@ class StreamReport(L.Callback):
 
     def _add(self, trainer: L.Trainer, merge: MergeCallback, scores: dict[str, float]) -> None:
         fold, scoring = merge.reports[-1], None if merge.live is None else merge.live.scores.seconds
-        columns: dict[str, Any] = {key: scores[key] for key in ("ACC", "BWT", "Gen", "H") if key in scores}
+        columns: dict[str, Any] = {key: scores[key] for key in SCORES if key in scores}
         row: dict[str, Any] = {
             "step": fold.index,
             "task": fold.task,
             **columns,
-            "accuracies": {key: value for key, value in scores.items() if key not in ("ACC", "BWT", "Gen", "H")},
+            "accuracies": {key: value for key, value in scores.items() if key not in SCORES},
             "kept_fraction": fold.kept_fraction,
+            **({} if fold.response is None else {"response": fold.response, "scale": fold.scale}),
             "loss_first": fold.losses[0] if fold.losses else None,
             "loss_last": fold.losses[-1] if fold.losses else None,
             "source": fold.source,
@@ -129,14 +132,16 @@ class StreamReport(L.Callback):
             tasks, controls, seed = merge.live.named(trainer), merge.live.scores.controls, None
         else:
             tasks, controls, seed = data.stream.names, data.controls, data.stream.order_seed
+        comparison = next((c for c in trainer.callbacks if isinstance(c, MethodComparison)), None)  # type: ignore[attr-defined]
         references = next((c for c in trainer.callbacks if isinstance(c, ReferenceRows)), None)  # type: ignore[attr-defined]
         return {
             "format": 1,
             "tasks": list(tasks),
             "controls": list(controls),
             "order_seed": seed,
-            "method": {"name": merge.method.label, "settings": merge.method.settings()},
+            "method": {"name": merge.method.label, "settings": {**merge.method.settings(), **_bound(merge)}},
             "references": {} if references is None else references.rows,
+            "compared": {} if comparison is None else comparison.rows,
             "steps": self.steps,
             "command": _command(),
             "seconds": round(self._seconds(), 1),
@@ -169,11 +174,17 @@ class StreamReport(L.Callback):
     def _log_hparams(self, trainer: L.Trainer, content: reports.Report) -> None:
         settings = {"method": content["method"]["name"], **content["method"]["settings"]}
         settings |= {"tasks": len(content["tasks"]), "order_seed": str(content["order_seed"])}
-        scores = {f"hp/{key}": self.steps[-1][key] for key in ("ACC", "BWT", "Gen", "H") if key in self.steps[-1]}
+        scores = {f"hp/{key}": self.steps[-1][key] for key in SCORES if key in self.steps[-1]}
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.log_hyperparams(settings, scores)
                 logger.save()
+
+
+def _bound(merge: MergeCallback) -> dict[str, float]:
+    """The bound on the response, where there is one."""
+    bound = None if merge.merger is None else merge.merger.max_response
+    return {} if bound is None else {"max_response": bound}
 
 
 def _command() -> str:

@@ -5,6 +5,7 @@ from typing_extensions import Unpack
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.checkpoints.differences import Mismatch
+from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.maths.masking import Keep
 from safemerge_pl.methods import SafeMerge
 
@@ -22,7 +23,7 @@ class SAFEMergeCallback(MergeCallback):
         task_rank: :math:`r_v`, directions of the incoming task that recovery restores.
         plasticity: :math:`\lambda` in ``[0, 1]``: 1 learns the new task, 0 protects the old ones.
         regularization: :math:`\mu`, weight of the correction's size.
-        num_steps: :math:`K`, Adam steps a task.
+        num_steps: :math:`K`, Adam steps per task.
         lr: :math:`\eta`, Adam's learning rate.
         utility_weight: :math:`\beta`, 1 is the paper's score (Eq. 6), 0 the general-only score (Eq. 4).
         keep: ``"low"`` merges the least risky entries, ``"high"`` the riskiest (negative control).
@@ -33,6 +34,7 @@ class SAFEMergeCallback(MergeCallback):
         module_attr: see :class:`MergeCallback`.
         device: see :class:`MergeCallback`.
         on_mismatch: see :class:`MergeCallback`.
+        max_response: see :class:`MergeCallback`; SAFE-Merge itself has no bound, as in the paper.
         **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Example:
@@ -62,6 +64,7 @@ class SAFEMergeCallback(MergeCallback):
         module_attr: str | None = None,
         device: str = "auto",
         on_mismatch: Mismatch = "error",
+        max_response: MaxResponse = "auto",
         **live: Unpack[LiveOptions],
     ) -> None:
         method = SafeMerge(
@@ -79,4 +82,4 @@ class SAFEMergeCallback(MergeCallback):
             use_recovery=use_recovery,
             seed=seed,
         )
-        super().__init__(method, experts, layers, module_attr, device, on_mismatch, **live)
+        super().__init__(method, experts, layers, module_attr, device, on_mismatch, max_response, **live)

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.metrics import AccuracyMatrix
-from safemerge_pl.scoring.scorer import evaluating
+from safemerge_pl.scoring.weights import evaluating
 
 __all__ = ["Score", "StreamScores"]
 
@@ -21,8 +21,8 @@ class StreamScores:
     """The rows of the accuracy matrix so far.
 
     Args:
-        metric: name under which the module logs its accuracy in validation: with ``{task}`` in it one name a task, else
-            one validation loader a task (and after them one a control set), in the order of the tasks.
+        metric: name under which the module logs its accuracy in validation: with ``{task}`` in it one name per task,
+            else one validation loader per task (and after them one per control set), in the order of the tasks.
         score: function that measures accuracies by task, in the place of ``metric``.
         controls: names of held-out sets in either.
     """
@@ -66,7 +66,7 @@ class StreamScores:
         """Add the row after the latest merge.
 
         Args:
-            found: accuracies as shares in [0, 1]; sets that are neither merged nor a control are passed over.
+            found: accuracies as shares in [0, 1]; sets that are neither merged nor a control are ignored.
             merged: tasks merged so far.
             logged: everything that the module logged, for the message.
 
@@ -74,7 +74,7 @@ class StreamScores:
             The accuracies by set, and ACC, BWT, Gen. and H where they are defined.
 
         Raises:
-            MisconfigurationException: if a merged task or a control set was not measured, or a value is no share.
+            MisconfigurationException: if a merged task or a control set was not measured, or a value is not in [0, 1].
         """
         wanted = (*merged, *self.controls)
         missing = [name for name in wanted if name not in found]

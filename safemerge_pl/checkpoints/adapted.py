@@ -1,15 +1,23 @@
-"""A base model with low-rank products on it, tensor by tensor, in float32."""
+"""Put an adapter on its base: where each update belongs, and the adapted model's tensors in float32."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from safemerge_pl.architectures.embeddings import is_tied_candidate
+from safemerge_pl.architectures.layers import known_layers, parts_of, vision_only
+from safemerge_pl.checkpoints.adapter import Adapter, Factors
+from safemerge_pl.checkpoints.adapter_config import REMEDY
+from safemerge_pl.checkpoints.adapter_types import MAGNITUDE
+from safemerge_pl.checkpoints.layouts import layer_index
+from safemerge_pl.checkpoints.names import match_names, names_alike
 from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["BoundAdapter", "Delta"]
+__all__ = ["BoundAdapter", "Delta", "bind"]
 
 
 @dataclass(frozen=True)
@@ -17,18 +25,25 @@ class Delta:
     """What is added to one tensor of the base.
 
     Attributes:
-        scale: factor of the product.
-        factors: tensors of the adapter by kind.
-        turned: the base stores the transposed matrix.
+        scale: factor of the update.
+        factors: tensors of the adapter that make the update, or ``None`` for one that is stored as it is.
+        stored: name of an update in the adapter that is stored as it is.
+        transposed: the base stores the transposed matrix.
         rows: rows of the base's upright matrix that it is added to; all if ``None``.
-        taken: rows of the product that are added; all if ``None``.
+        taken: rows of the update that are added; all if ``None``.
     """
 
     scale: float
-    factors: Mapping[str, str]
-    turned: bool = False
+    factors: Factors | None = None
+    stored: str = ""
+    transposed: bool = False
     rows: tuple[int, int] | None = None
     taken: tuple[int, int] | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        """Names in the adapter of all that it is made of."""
+        return [self.stored] if self.factors is None else list(self.factors.keys.values())
 
 
 class BoundAdapter(View):
@@ -49,7 +64,7 @@ class BoundAdapter(View):
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._adapter[self._replaced[name]] if name in self._replaced else super().__getitem__(name)
         for delta in self._deltas.get(name, ()):
-            tensor = self._added(tensor.detach().float(), delta)
+            tensor = self._add(tensor.detach().float(), delta)
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -63,11 +78,11 @@ class BoundAdapter(View):
         return self._adapter.dtype(self._replaced[name]) if name in self._replaced else super().dtype(name)
 
     def require_change(self, names: Iterable[str], *, values: bool = True) -> None:
-        """Refuse an adapter that leaves all of these tensors as they are (G1).
+        """Refuse an adapter that leaves all of these tensors as they are: it would be merged without effect.
 
         Args:
             names: tensors to merge, by the base's names.
-            values: also look whether the products are zero; otherwise at names only.
+            values: also look whether the updates are zero; otherwise at names only.
 
         Raises:
             CheckpointError: if none is changed.
@@ -85,22 +100,139 @@ class BoundAdapter(View):
     def _is_changed(self, name: str) -> bool:
         if name in self._replaced:
             return True
-        return any(
-            all(bool(self._adapter[key].any()) for key in delta.factors.values()) for delta in self._deltas[name]
-        )
+        return any(all(bool(self._adapter[key].any()) for key in delta.keys) for delta in self._deltas[name])
 
-    def _added(self, weight: Tensor, delta: Delta) -> Tensor:
-        parts = {kind: self._adapter[key].float() for kind, key in delta.factors.items()}
-        if "bias" in parts:
-            return weight + parts["bias"] * delta.scale
-        kind = "lora_embedding" if "lora_embedding_A" in parts else "lora"
-        up, down = parts[f"{kind}_B"].flatten(1), parts[f"{kind}_A"].flatten(1)
-        product = (up @ down if delta.taken is None else (up @ down)[slice(*delta.taken)]) * delta.scale
+    def _add(self, weight: Tensor, delta: Delta) -> Tensor:
+        """A float32 tensor of the base with an update added to it, in memory of its own."""
+        if delta.factors is None:
+            return weight + self._adapter[delta.stored].float() * delta.scale
+        parts = {name: self._adapter[key].float() for name, key in delta.factors.keys.items()}
+        update = delta.factors.kind.update(parts)
         dense = weight.clone()
-        upright = dense.T if delta.turned else dense.flatten(1)
-        (upright if delta.rows is None else upright[slice(*delta.rows)]).add_(product)
-        if "lora_magnitude_vector" not in parts:
+        upright = dense.T if delta.transposed else dense.flatten(1)
+        target = upright if delta.rows is None else upright[slice(*delta.rows)]
+        target.add_((update if delta.taken is None else update[slice(*delta.taken)]) * delta.scale)
+        if MAGNITUDE not in parts:
             return dense
-        magnitude = parts["lora_magnitude_vector"].flatten()  # DoRA (Liu et al. 2024, Eq. 5): by rows of the matrix
+        magnitude = parts[MAGNITUDE].flatten()  # DoRA (Liu et al. 2024, Eq. 5): by rows of the matrix
         upright.mul_((magnitude / upright.norm(dim=1))[:, None])
         return dense
+
+
+def bind(adapter: Adapter, base: Checkpoint) -> BoundAdapter:
+    """Make the fine-tuned model: the base with the adapter's updates added and its saved modules in place.
+
+    Args:
+        adapter: what was trained.
+        base: the model that it was trained on, in any layout.
+
+    Raises:
+        CheckpointError: if a tensor of the adapter belongs to none of the base, or does not fit it.
+    """
+    modules, whole = adapter.modules, adapter.whole
+    targets = {_weight_name(module, base): module for module in modules}
+    biases = {f"{module}.bias": factors.bias for module, factors in modules.items() if factors.bias is not None}
+    wanted = [*targets, *biases, *(name for name in whole if name not in targets and name not in biases)]
+    deltas: dict[str, list[Delta]] = defaultdict(list)
+    try:
+        names = _find_places(adapter, wanted, targets, base)
+    except CheckpointError as error:
+        names = {}
+        deltas |= _convert_layout(adapter, targets, base, error)
+    for name, module in targets.items():
+        if name in names:
+            deltas[names[name]].append(_delta(adapter, module, name, base, names[name]))
+    for name, key in biases.items():
+        if name in names:
+            deltas[names[name]].append(Delta(adapter.scale(name.removesuffix(".bias")), stored=key))
+    replaced = {names[name]: key for name, key in whole.items() if name in names}
+    missing = [name for name in wanted if name not in names] if names else list(whole)
+    notes = list(adapter.notes)
+    if missing:
+        notes.append(
+            f"{len(missing)} tensors of the adapter have no place in the pretrained model, first `{missing[0]}`"
+        )
+    return BoundAdapter(adapter, base, deltas, replaced, (*notes, *adapter.base_notes(base)))
+
+
+def _find_places(adapter: Adapter, wanted: list[str], targets: Mapping[str, str], base: Checkpoint) -> dict[str, str]:
+    """The base's name of each tensor; those without one are left out where that is no mistake."""
+    if set(wanted) <= base.keys():
+        return {name: name for name in wanted}
+    saved = adapter.config.get("modules_to_save") or []
+    tower = set(vision_only(wanted))  # a pretrained vision tower has no place for the text tower's factors
+    must = [name for name in wanted if name in tower and not (is_tied_candidate(name) or _is_saved(name, saved))]
+    if not any(name in targets for name in must):
+        must = [name for name in wanted if name in targets]
+    names = match_names(must, base)
+    return names | names_alike(names, [name for name in wanted if name not in names], base)
+
+
+def _convert_layout(
+    adapter: Adapter, targets: Mapping[str, str], base: Checkpoint, reason: CheckpointError
+) -> dict[str, list[Delta]]:
+    """Updates for a base in another library's layout, piece by piece."""
+    index = layer_index(base)
+    deltas: dict[str, list[Delta]] = defaultdict(list)
+    for name in vision_only(targets):
+        module = targets[name]
+        factors = adapter.modules[module]
+        plain = not factors.kind.is_embedding and factors.bias is None and MAGNITUDE not in factors.keys
+        parts = parts_of(name, _target_shape(adapter, name, module)) if plain else []
+        places = [index.get(part.name) for part in parts]
+        if not parts or None in places:
+            raise CheckpointError(
+                f"{adapter.source}: the adapter's `{module}` has no place in {base.source}: {reason}"
+            ) from reason
+        for part, place in zip(parts, places, strict=True):
+            assert place is not None
+            if part.shape != place.shape:
+                raise CheckpointError(
+                    f"{adapter.source}: the adapter's `{module}` is for a matrix of shape {part.shape}, "
+                    f"`{place.parameter}` in {base.source} has {place.shape}: is it an adapter of this model?"
+                )
+            delta = Delta(adapter.scale(module), factors, "", place.transposed, place.rows, part.rows)
+            deltas[place.parameter].append(delta)
+    return deltas
+
+
+def _target_shape(adapter: Adapter, name: str, module: str) -> tuple[int, ...]:
+    """Shape of the tensor that a module's factors were trained for."""
+    shape = adapter.modules[module].kind.shape(adapter.factor_shapes(module))
+    return shape[::-1] if _is_transposed(adapter, name, shape[::-1]) else shape
+
+
+def _delta(adapter: Adapter, module: str, name: str, base: Checkpoint, theirs: str) -> Delta:
+    """The update of a whole tensor ``theirs`` of the base, which the adapter calls ``name``."""
+    factors, shape = adapter.modules[module], base.shape(theirs)
+    if factors.kind.is_embedding and MAGNITUDE in factors.keys:
+        raise CheckpointError(f"{adapter.source}: `{module}` is an embedding under DoRA, which is not read; {REMEDY}.")
+    transposed = factors.kind.is_embedding or _is_transposed(adapter, name, shape)
+    shapes = adapter.factor_shapes(module)
+    update = factors.kind.shape(shapes)
+    if (update[::-1] if transposed else update) != shape:
+        raise CheckpointError(
+            f"{adapter.source}: the factors of `{module}`, {' and '.join(map(str, shapes.values()))}, do not fit "
+            f"`{theirs}` of shape {shape} in {base.source}; if they were trained on this model, {REMEDY}."
+        )
+    return Delta(adapter.scale(module), factors, transposed=transposed)
+
+
+def _weight_name(module: str, base: Checkpoint) -> str:
+    """The tensor that a module's factors are added to; a fused attention keeps its weight under another name."""
+    fused = f"{module}.in_proj_weight"
+    ending = f"{module.rpartition('.')[2]}.in_proj_weight"
+    return fused if known_layers([fused]) or any(name.endswith(ending) for name in base) else f"{module}.weight"
+
+
+def _is_transposed(adapter: Adapter, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a matrix is stored as ``(d_in, d_out)``: by its family where that is known, else by the adapter."""
+    if len(shape) != 2:
+        return False
+    parts = parts_of(name, shape) if known_layers([name]) else []
+    return parts[0].transposed if parts else bool(adapter.config.get("fan_in_fan_out"))
+
+
+def _is_saved(name: str, saved: Iterable[str]) -> bool:
+    """Whether a tensor is of a module that the adapter's settings name as saved whole."""
+    return any(f".{name}".rpartition(".")[0].endswith(f".{module}") or f".{module}." in f".{name}" for module in saved)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safemerge_pl.checkpoints.adapter_types import ADAPTER_TYPES, COMMON_SETTINGS
 from safemerge_pl.errors import CheckpointError
 
 __all__ = ["ADAPTER_CONFIG", "REMEDY", "read_adapter_config", "value_by_pattern"]
@@ -13,21 +14,12 @@ __all__ = ["ADAPTER_CONFIG", "REMEDY", "read_adapter_config", "value_by_pattern"
 ADAPTER_CONFIG = "adapter_config.json"
 REMEDY = "merge it into its base model with peft's merge_and_unload() and give the saved result"
 
-_HARMLESS = {
-    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying"),
-    *("eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern"),
-    *("layers_to_transform", "loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "lora_ga_config"),
-    *("megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern"),
-    *("revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora"),
-}
-"""Settings that leave W + scale * B A as it is, or that are worked in here; any other one that is on is refused."""
-
 _MOVES_BASE = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 """Initialisations that also change the base weights, which the adapter's factors are then relative to."""
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Settings of a LoRA adapter that can be merged.
+    """Read the settings of an adapter that can be merged.
 
     Raises:
         CheckpointError: if it is damaged, of another type, or uses a variant that is not known here.
@@ -36,19 +28,24 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
         config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is no adapter configuration ({error}); fetch it again.") from error
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(f"{path.parent} is a PEFT adapter of type {kind}, only LORA is read; {REMEDY}.")
+    adapter_type = ADAPTER_TYPES.get(str(config.get("peft_type")))
+    if adapter_type is None:
+        raise CheckpointError(
+            f"{path.parent} is a PEFT adapter of type {config.get('peft_type')}, only {' and '.join(ADAPTER_TYPES)} is "
+            f"read; {REMEDY}."
+        )
     if _MOVES_BASE.match(str(config.get("init_lora_weights"))):
         raise CheckpointError(
             f"{path}: `init_lora_weights` {config['init_lora_weights']!r} changed the base model's weights too, so the "
             f"adapter does not fit the plain ones; {REMEDY}."
         )
-    unknown = sorted(key for key, value in config.items() if value and key not in _HARMLESS)
+    unknown = sorted(
+        key for key, value in config.items() if value and key not in adapter_type.settings | COMMON_SETTINGS
+    )
     if unknown:
         raise CheckpointError(f"{path} uses `{unknown[0]}`, a LoRA variant that is not read; {REMEDY}.")
     patterns = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
-    numbers = [config.get("r", 8), config.get("lora_alpha", 8)]
+    numbers = [config.get("r", 8), config.get(adapter_type.alpha, 8)]
     if all(isinstance(pattern, dict) for pattern in patterns):
         numbers += [value for pattern in patterns for value in pattern.values()]
     else:

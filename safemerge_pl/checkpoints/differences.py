@@ -1,40 +1,27 @@
 """What an incoming model differs in beside its merged layers: image size, vocabulary, settings, provenance."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from safemerge_pl.architectures.embeddings import is_position_table, is_vocabulary
 from safemerge_pl.checkpoints.refusals import read_config
-from safemerge_pl.checkpoints.tensors import Checkpoint, View
+from safemerge_pl.checkpoints.tensors import Checkpoint, View, is_floating
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.runtime.cores import flat_parts
 
-__all__ = ["Cut", "Likeness", "Mismatch", "differences", "is_floating", "is_resized", "settings", "tokenizers"]
+__all__ = ["Cut", "Likeness", "Mismatch", "differences", "is_resized", "settings", "tokenizers"]
 
 Mismatch = Literal["error", "pretrained"]
 """What to do about an incoming model of another image size or vocabulary: refuse it, or keep the pretrained rows."""
-
-_POSITIONS = re.compile(r"(?:^|\.)(?:position(?:al)?_embeddings?(?:\.weight)?|pos_embed|relative_position_bias_table)$")
-_VOCABULARY = re.compile(
-    r"(?:^|\.)(?:shared|embed_tokens|token_embedding|wte|word_embeddings|lm_head|embed_out)\.weight$"
-)
 
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 
 _UNLIKE = 0.2
 """Cosine below which an incoming model is taken for a stranger; that of two models trained apart is near 0."""
-
-
-def is_floating(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor is stored in a plain floating-point format; without an error for any other."""
-    try:
-        return checkpoint.dtype(name).is_floating_point
-    except CheckpointError:  # an 8-bit format
-        return False
 
 
 def differences(
@@ -46,7 +33,7 @@ def differences(
         same = [size for size in ours if size != 1] == [size for size in found if size != 1]
         if same or not is_floating(pretrained, name):  # integers are numbers of rows, which follow the tables
             continue
-        if _POSITIONS.search(name) and ours[-1:] == found[-1:] and on_mismatch == "error":
+        if is_position_table(name) and ours[-1:] == found[-1:] and on_mismatch == "error":
             raise CheckpointError(
                 f"{incoming.source}: `{theirs}` has shape {found}, the pretrained model's `{name}` has {ours}: it was "
                 "fine-tuned for another image size or length; fine-tune at the pretrained one, or keep the pretrained "
@@ -56,7 +43,7 @@ def differences(
 
 
 def settings(pretrained: Checkpoint, incoming: Checkpoint) -> Iterator[str]:
-    """Notes on settings that the weights do not show: same names and shapes, another function (L1)."""
+    """Notes on settings that the weights do not show: same names and shapes, another function."""
     ours, theirs = _network(pretrained), _network(incoming)
     for key in ours.keys() & theirs.keys():
         if ours[key] != theirs[key]:
@@ -76,8 +63,8 @@ def _network(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def tokenizers(pretrained: Checkpoint, parameters: Sequence[str], incoming: Checkpoint) -> Iterator[str]:
-    """A note if embeddings are merged and the tokenizers differ: rows may stand for other words (E5)."""
-    if pretrained.folder is None or incoming.folder is None or not any(map(_VOCABULARY.search, parameters)):
+    """A note if embeddings are merged and the tokenizers differ: rows may stand for other words."""
+    if pretrained.folder is None or incoming.folder is None or not any(map(is_vocabulary, parameters)):
         return
     for name in _TOKENIZERS:
         ours, theirs = pretrained.folder / name, incoming.folder / name
@@ -123,8 +110,8 @@ class Likeness:
 def is_resized(pretrained: Checkpoint, name: str, incoming: Checkpoint, theirs: str) -> bool:
     """Whether an embedding that is merged has another number of rows."""
     ours, found = pretrained.shape(name), incoming.shape(theirs)
-    looked_up = _POSITIONS.search(name) or _VOCABULARY.search(name)
-    return bool(looked_up) and len(ours) == len(found) == 2 and ours != found and ours[1] == found[1]
+    by_row = is_position_table(name) or is_vocabulary(name)
+    return by_row and len(ours) == len(found) == 2 and ours != found and ours[1] == found[1]
 
 
 class Cut(View):
@@ -139,7 +126,7 @@ class Cut(View):
         if name not in self._cut:
             return tensor
         whole = self._pretrained[self._cut[name]].to(tensor.dtype, copy=True)
-        if not _POSITIONS.search(name):  # a row of another table stands for another place in the image
+        if not is_position_table(name):  # a row of another table stands for another place in the image
             shared = min(len(whole), len(tensor))
             whole[:shared] = tensor[:shared]
         return whole

@@ -1,49 +1,163 @@
-"""Whether an incoming model fits the pretrained one, tensor by tensor."""
+"""An incoming model under the pretrained model's names: matched once, and seen to fit tensor by tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.layers import vision_only
+from safemerge_pl.checkpoints.adapted import BoundAdapter, bind
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Cut, Mismatch, differences, is_resized, settings, tokenizers
-from safemerge_pl.checkpoints.layouts import relaid
+from safemerge_pl.checkpoints.layouts import convert_layout
 from safemerge_pl.checkpoints.names import names_alike
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, match_names
+from safemerge_pl.checkpoints.values import require_dtype, require_finite
 
-__all__ = ["aligned", "is_finite", "require_dtype", "require_finite", "require_fit", "require_values"]
+__all__ = ["Fitted", "align", "bind_adapter", "fit"]
 
 
-def aligned(
+class Fitted(Checkpoint):
+    """The tensors of an incoming model that are asked for, by the pretrained model's names.
+
+    Args:
+        incoming: the model, an adapter on its base.
+        pretrained: the model whose names they are.
+        names: each of its names -> the name in ``incoming``.
+        on_mismatch: what was done about another image size or vocabulary.
+
+    Attributes:
+        incoming: see above.
+        names: see above.
+    """
+
+    def __init__(
+        self, incoming: Checkpoint, pretrained: Checkpoint, names: Mapping[str, str], on_mismatch: Mismatch
+    ) -> None:
+        self.source, self.folder, self.notes = incoming.source, incoming.folder, incoming.notes
+        self.names = dict(names)
+        self.incoming, self._pretrained, self._on_mismatch = incoming, pretrained, on_mismatch
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.incoming[self.names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`Checkpoint`."""
+        return self.incoming.shape(self.names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :class:`Checkpoint`."""
+        return self.incoming.dtype(self.names[name])
+
+    def was_made_for(self, pretrained: Checkpoint, parameters: Sequence[str], on_mismatch: Mismatch) -> bool:
+        """Whether these are the parameters of this very model, so that it need not be matched again."""
+        same = self._pretrained is pretrained and self._on_mismatch == on_mismatch
+        return same and list(self.names) == list(parameters)
+
+    def require_change(self) -> None:
+        """Refuse an adapter whose products are all zero: it was never trained.
+
+        Raises:
+            CheckpointError: if it leaves all tensors as they are.
+        """
+        if isinstance(self.incoming, BoundAdapter):
+            self.incoming.require_change(self.names)
+
+
+def fit(
     pretrained: Checkpoint,
     parameters: Sequence[str],
     incoming: Checkpoint,
     *,
     values: bool = True,
     on_mismatch: Mismatch = "error",
-) -> Checkpoint:
-    """An incoming model as one of the pretrained model's kind: an adapter on its base, another layout turned.
+) -> Fitted:
+    """See that every parameter to merge is in an incoming model, with the right shape and a dtype that can be merged.
 
     Args:
         pretrained: the model all others were fine-tuned from; adapters are put on it.
         parameters: its names of the parameters to merge.
-        incoming: the model to merge.
-        values: also read an adapter's tensors; otherwise headers only.
+        incoming: the model to merge; what this function gave is taken as it is, but for its values.
+        values: also read the tensors and look for NaN and Inf; otherwise headers only.
         on_mismatch: ``"pretrained"`` takes a model of another image size or vocabulary: its position table is left
             out, and of its embeddings only the rows that both models have are merged.
 
     Returns:
-        A checkpoint that holds what :func:`require_fit` looks for, with notes on what differs beside it.
+        The parameters under the pretrained model's names, with notes on what differs beside them.
 
     Raises:
-        CheckpointError: if an adapter does not fit or changes nothing that is merged, or sizes differ.
+        CheckpointError: naming the tensor and the remedy.
+
+    Example:
+        >>> from safemerge_pl.checkpoints.tensors import Memory
+        >>> pretrained = Memory({"encoder.fc1.weight": torch.zeros(2, 1), "head": torch.zeros(3)}, "a file")
+        >>> incoming = Memory({"module.encoder.fc1.weight": torch.ones(2, 1)}, "another file")
+        >>> fitted = fit(pretrained, ["encoder.fc1.weight"], incoming)
+        >>> list(fitted), fitted["encoder.fc1.weight"].tolist()
+        (['encoder.fc1.weight'], [[1.0], [1.0]])
     """
-    checkpoint = _placed(pretrained, parameters, incoming, values=values)
-    try:
-        names = match_names(parameters, checkpoint)
-    except CheckpointError:
-        return checkpoint  # require_fit says what is missing
+    if isinstance(incoming, Fitted) and incoming.was_made_for(pretrained, parameters, on_mismatch):
+        fitted = incoming
+    else:
+        fitted = align(pretrained, parameters, incoming, on_mismatch=on_mismatch)
+    if values:
+        fitted.require_change()
+    for name, theirs in fitted.names.items():
+        _require_shape(pretrained, name, fitted)
+        require_dtype(fitted, name, theirs)
+        if values:
+            require_finite(fitted[name], theirs, fitted.source)
+    return fitted
+
+
+def _require_shape(pretrained: Checkpoint, name: str, fitted: Fitted) -> None:
+    """Refuse a tensor of another shape, with what it may come from."""
+    ours, found = pretrained.shape(name), fitted.shape(name)
+    if found == ours:
+        return
+    if 0 in found:
+        hint = "it is partitioned (ZeRO-3, FSDP); gather the checkpoint first"
+    elif is_resized(pretrained, name, fitted, name):
+        hint = (
+            "resize its embeddings to the pretrained model's, or merge the rows that both have with `on_mismatch` "
+            "'pretrained'"
+        )
+    else:
+        hint = "is it a fine-tune of this model?"
+    raise CheckpointError(
+        f"{fitted.source}: `{fitted.names[name]}` has shape {found}, the pretrained model's `{name}` has {ours}: {hint}"
+    )
+
+
+def align(
+    pretrained: Checkpoint,
+    parameters: Sequence[str],
+    incoming: Checkpoint,
+    *,
+    on_mismatch: Mismatch = "error",
+) -> Fitted:
+    """An incoming model under the pretrained model's names: an adapter on its base, another layout converted.
+
+    Args:
+        pretrained: the model all others were fine-tuned from; adapters are put on it.
+        parameters: its names of the tensors that are wanted.
+        incoming: the model.
+        on_mismatch: see :func:`fit`.
+
+    Returns:
+        The wanted tensors, whose shapes and dtypes may still be others; with notes on what differs beside them.
+
+    Raises:
+        CheckpointError: if a tensor is missing, an adapter changes nothing that is wanted, or image sizes differ.
+    """
+    whole = incoming.incoming if isinstance(incoming, Fitted) else incoming  # it was fitted to another model
+    checkpoint, names = _match(pretrained, parameters, bind_adapter(pretrained, parameters, whole))
     rest = [name for name in vision_only(pretrained) if name not in names]
     others = names_alike(names, rest, checkpoint)
     notes = [
@@ -55,110 +169,42 @@ def aligned(
     if cut and on_mismatch == "pretrained":
         checkpoint = Cut(checkpoint, pretrained, cut)
         notes += [f"`{theirs}` is merged in the rows that both models have" for theirs in cut]
-    checkpoint.notes = (*checkpoint.notes, *(note for note in notes if note not in checkpoint.notes))
-    return checkpoint
+    fitted = Fitted(checkpoint, pretrained, names, on_mismatch)
+    fitted.notes = tuple(dict.fromkeys((*checkpoint.notes, *notes)))
+    return fitted
 
 
-def _placed(pretrained: Checkpoint, parameters: Sequence[str], incoming: Checkpoint, *, values: bool) -> Checkpoint:
-    """An adapter on its base, another library's layout under the pretrained names, anything else as it is."""
-    if isinstance(incoming, Adapter):
-        bound = incoming.bind(pretrained)
-        bound.require_change(parameters, values=values)
-        return bound
-    try:
-        match_names(parameters, incoming)
-    except CheckpointError:
-        other = relaid(pretrained, parameters, incoming)
-        return incoming if other is None else other
-    return incoming
-
-
-def require_fit(
-    pretrained: Checkpoint, parameters: Sequence[str], incoming: Checkpoint, *, values: bool = True
-) -> dict[str, str]:
-    """See that every parameter to merge is in an incoming model, with the right shape and a dtype that can be merged.
+def bind_adapter(
+    pretrained: Checkpoint, parameters: Sequence[str], incoming: Checkpoint, *, values: bool = False
+) -> Checkpoint:
+    """An adapter on its base; any other model as it is.
 
     Args:
-        pretrained: the model all others were fine-tuned from.
-        parameters: its names of the parameters to merge.
-        incoming: the model to merge, as :func:`aligned` gives it.
-        values: also read the tensors and look for NaN and Inf; otherwise headers only.
-
-    Returns:
-        The incoming name of each parameter.
+        pretrained: the base.
+        parameters: names of which the adapter has to change one at least.
+        incoming: the model.
+        values: also look whether the adapter's products are zero; otherwise at names only.
 
     Raises:
-        CheckpointError: naming the tensor and the remedy.
+        CheckpointError: if an adapter does not fit, or changes none of the parameters.
     """
-    names = match_names(parameters, incoming)
-    for name, theirs in names.items():
-        found = incoming.shape(theirs)
-        if found != pretrained.shape(name):
-            if 0 in found:
-                hint = "it is partitioned (ZeRO-3, FSDP); gather the checkpoint first"
-            elif is_resized(pretrained, name, incoming, theirs):
-                hint = (
-                    "resize its embeddings to the pretrained model's, or merge the rows that both have with "
-                    "`on_mismatch` 'pretrained'"
-                )
-            else:
-                hint = "is it a fine-tune of this model?"
-            raise CheckpointError(
-                f"{incoming.source}: `{theirs}` has shape {found}, the pretrained model's `{name}` has "
-                f"{pretrained.shape(name)}: {hint}"
-            )
-        require_dtype(incoming, theirs)
-        if values:
-            require_finite(incoming[theirs], theirs, incoming.source)
-    return names
+    if not isinstance(incoming, Adapter):
+        return incoming
+    bound = bind(incoming, pretrained)
+    bound.require_change(parameters, values=values)
+    return bound
 
 
-def require_dtype(checkpoint: Checkpoint, name: str) -> None:
-    """Refuse a weight that is not stored in a plain floating-point format.
-
-    Raises:
-        CheckpointError: for integers and 8-bit floats.
-    """
-    dtype = checkpoint.dtype(name)
-    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise CheckpointError(
-            f"{checkpoint.source}: `{name}` is {dtype}, a quantised or packed weight; give the model in float32, "
-            "bfloat16 or float16."
-        )
-
-
-def require_values(tensor: Tensor, name: str, source: str) -> None:
-    """Refuse a tensor that has a shape but no values.
-
-    Raises:
-        CheckpointError: for a tensor on the meta device.
-    """
-    if tensor.is_meta:
-        raise CheckpointError(f"{source}: `{name}` was never loaded (it is on the meta device); load the model whole.")
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor Inf. A finite sum says so in one pass; an infinite one may be an overflow.
-
-    Example:
-        >>> [is_finite(torch.tensor(values)) for values in ([1.0, 3e38, 3e38], [1.0, float("nan")])]
-        [True, False]
-    """
-    if tensor.is_floating_point() and torch.isfinite(tensor.sum(dtype=torch.float32)):
-        return True
-    return bool(torch.isfinite(tensor).all())
-
-
-def require_finite(tensor: Tensor, name: str, source: str) -> None:
-    """Refuse a tensor with NaN or Inf, naming it and how many.
-
-    Raises:
-        CheckpointError: if a value is not finite.
-    """
-    require_values(tensor, name, source)
-    if is_finite(tensor):
-        return
-    bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-    raise CheckpointError(
-        f"{source}: `{name}` has {bad} NaN or Inf among {tensor.numel()} values; retrain or repair it."
-    )
+def _match(
+    pretrained: Checkpoint, parameters: Sequence[str], incoming: Checkpoint
+) -> tuple[Checkpoint, dict[str, str]]:
+    """A model that holds all parameters, converted from another library's layout if need be, and their names in it."""
+    if isinstance(incoming, BoundAdapter) and set(parameters) <= incoming.keys():  # it has the base's names
+        return incoming, {name: name for name in parameters}
+    try:
+        return incoming, match_names(parameters, incoming)
+    except CheckpointError:
+        other = convert_layout(pretrained, parameters, incoming)
+        if other is None:
+            raise
+        return other, {name: name for name in parameters}

@@ -1,6 +1,5 @@
 """One model in the layout of another library: tensors cut, joined and turned by their canonical names."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -8,46 +7,15 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.families import block_of, tower
-from safemerge_pl.architectures.layers import MergeLayer, parts_of, vision_only
+from safemerge_pl.architectures.layers import MergeLayer, vision_only
+from safemerge_pl.architectures.pieces import pieces_of
 from safemerge_pl.checkpoints.tensors import Checkpoint
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["layer_index", "pieces_of", "relaid"]
-
-_REST = [
-    (re.compile(r"(?:^|\.)(?:" + pattern + r")$"), names)
-    for pattern, *names in (
-        # what a CLIP vision tower holds beside the matrices of `layers`, in transformers, open_clip and timm
-        (r"embeddings\.class_embedding|visual\.class_embedding|cls_token", "class"),
-        (r"embeddings\.patch_embedding\.weight|visual\.conv1\.weight|patch_embed\.proj\.weight", "patch"),
-        (r"embeddings\.position_embedding\.weight|visual\.positional_embedding|pos_embed", "position"),
-        (r"(?:pre_layrnorm|visual\.ln_pre|norm_pre)\.(?:weight|bias)", "pre.{end}"),
-        (r"(?:post_layernorm|visual\.ln_post|norm)\.(?:weight|bias)", "post.{end}"),
-        (
-            r"(?:layers\.\d+\.layer_norm|resblocks\.\d+\.ln_|blocks\.\d+\.norm)([12])\.(?:weight|bias)",
-            "{block}.norm{group}.{end}",
-        ),
-        (r"layers\.\d+\.self_attn\.([qkv])_proj\.bias", "{block}.{group}.bias"),
-        (
-            r"resblocks\.\d+\.attn\.in_proj_bias|blocks\.\d+\.attn\.qkv\.bias",
-            "{block}.q.bias",
-            "{block}.k.bias",
-            "{block}.v.bias",
-        ),
-        (
-            r"(?:layers\.\d+\.self_attn\.out_proj|resblocks\.\d+\.attn\.out_proj|blocks\.\d+\.attn\.proj)\.bias",
-            "{block}.out.bias",
-        ),
-        (r"(?:layers\.\d+\.mlp\.fc1|resblocks\.\d+\.mlp\.c_fc|blocks\.\d+\.mlp\.fc1)\.bias", "{block}.up.bias"),
-        (
-            r"(?:layers\.\d+\.mlp\.fc2|resblocks\.\d+\.mlp\.c_proj|blocks\.\d+\.mlp\.fc2)\.(?:weight|bias)",
-            "{block}.down.{end}",
-        ),
-    )
-]
+__all__ = ["convert_layout", "layer_index"]
 
 
-def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) -> Checkpoint | None:
+def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) -> Checkpoint | None:
     """An incoming model of another library (open_clip for transformers, ...) under the pretrained model's names.
 
     Args:
@@ -66,7 +34,7 @@ def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) 
         >>> from safemerge_pl.checkpoints.tensors import Memory
         >>> key = "encoder.layers.0.self_attn.k_proj.weight"
         >>> incoming = Memory({"resblocks.0.attn.in_proj_weight": torch.arange(6.0)[:, None]}, "a file")
-        >>> relaid(Memory({key: torch.ones(2, 1)}, "a folder"), [key], incoming)[key].tolist()
+        >>> convert_layout(Memory({key: torch.ones(2, 1)}, "a folder"), [key], incoming)[key].tolist()
         [[2.0], [3.0]]
     """
     theirs = layer_index(incoming)
@@ -87,7 +55,7 @@ def relaid(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) 
             f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "
             f"of {len(wanted)} tensors, first `{unknown[0]}`; convert it to the pretrained model's layout."
         )
-    return _Relaid(
+    return _Converted(
         incoming, {name: [(part, theirs[part.name]) for part in parts[name]] for name in parts if name in known}
     )
 
@@ -114,7 +82,7 @@ def layer_index(checkpoint: Checkpoint) -> dict[str, MergeLayer]:
     return {name: pieces[0] for name, pieces in found.items() if len(pieces) == 1}
 
 
-class _Relaid(Checkpoint):
+class _Converted(Checkpoint):
     """Tensors assembled from pieces of others: (piece of ours, piece of theirs) in the order of rows."""
 
     def __init__(self, incoming: Checkpoint, pieces: Mapping[str, list[tuple[MergeLayer, MergeLayer]]]) -> None:
@@ -147,44 +115,6 @@ class _Relaid(Checkpoint):
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Checkpoint`."""
         return self._incoming.dtype(self._pieces[name][0][1].parameter)
-
-
-def pieces_of(name: str, shape: tuple[int, ...]) -> list[MergeLayer]:
-    """The pieces of one tensor under their canonical names; none if it is not known.
-
-    Args:
-        name: the tensor's.
-        shape: as stored.
-
-    Example:
-        >>> [(piece.name, piece.rows) for piece in pieces_of("visual.transformer.resblocks.0.attn.in_proj_bias", (6,))]
-        [('vision.0.q.bias', (0, 2)), ('vision.0.k.bias', (2, 4)), ('vision.0.v.bias', (4, 6))]
-    """
-    try:
-        found = parts_of(name, shape)
-    except ValueError:  # a fused matrix that has no equal parts
-        return []
-    for pattern, names in _REST if not found else ():
-        match = pattern.search(name)
-        if match is None:
-            continue
-        height = shape[0] // len(names) if shape else 0
-        block = block_of(name)
-        values = {
-            "block": block[1] if block else "",
-            "end": name.rpartition(".")[2],
-            "group": match[1] if match.re.groups else "",
-        }
-        return [
-            MergeLayer(
-                f"{tower(name) if block else 'vision'}.{text.format(**values)}",
-                name,
-                (height, *shape[1:]),
-                (part * height, (part + 1) * height) if len(names) > 1 else None,
-            )
-            for part, text in enumerate(names)
-        ]
-    return found
 
 
 def _local(name: str) -> str:

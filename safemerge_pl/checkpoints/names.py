@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from safemerge_pl.architectures.embeddings import shared_names
+from safemerge_pl.architectures.families import WRAPPERS
 from safemerge_pl.architectures.layers import vision_only
 from safemerge_pl.checkpoints.tensors import Checkpoint
 from safemerge_pl.errors import CheckpointError
@@ -39,7 +41,7 @@ def match_names(wanted: Sequence[str], checkpoint: Checkpoint) -> dict[str, str]
         if bare in available:
             raise CheckpointError(f"{checkpoint.source}: `{available[bare]}` and `{name}` are the same tensor's name.")
         available[bare] = name
-    for alias, full in [pair for bare, name in available.items() for pair in _aliases(bare, name)]:
+    for alias, full in [(alias, full) for bare, full in available.items() for alias in shared_names(bare)]:
         available.setdefault(alias, full)
     targets = {name: _unwrapped(name) for name in wanted}
     best: dict[str, str] = {}
@@ -96,24 +98,9 @@ def names_alike(matched: Mapping[str, str], others: Iterable[str], checkpoint: C
     return found
 
 
-def _aliases(bare: str, name: str) -> list[tuple[str, str]]:
-    """The other names of an embedding that several parts of a model share; a file holds one of them, whichever."""
-    match = _SHARED.search(bare)
-    return [(bare[: match.start()] + alias, name) for alias in _SHARED_NAMES] if match else []
-
-
 def _unwrapped(name: str) -> str:
     """A name without the marks that torch.compile, DDP, FSDP and activation checkpointing leave."""
     return re.sub(r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
-
-
-_SHARED_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-"""The names that one embedding has in an encoder-decoder such as T5."""
-
-_SHARED = re.compile(r"(?:^|(?<=\.))(?:" + "|".join(map(re.escape, _SHARED_NAMES)) + r")$")
-
-_TOWERS = {"vision_model", "visual", "image_encoder", "model", "backbone", "base_model", "transformer"}
-"""What a wanted name may lack in a checkpoint. Anything else at its start tells layers and towers apart."""
 
 
 def _prefix_pairs(targets: list[str], available: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -121,7 +108,7 @@ def _prefix_pairs(targets: list[str], available: Mapping[str, str]) -> list[tupl
     first, pairs = targets[0], []
     for match in re.finditer(r"^|\.", first):
         mine, core = first[: match.end()], first[match.end() :]
-        if not set(mine.split(".")[:-1]) <= _TOWERS or not all(target.startswith(mine) for target in targets):
+        if not set(mine.split(".")[:-1]) <= WRAPPERS or not all(target.startswith(mine) for target in targets):
             break
         theirs = [name[: -len(core)] for name in available if name == core or name.endswith("." + core)]
         pairs += [(mine, prefix) for prefix in theirs if not mine or not prefix.endswith(mine)]

@@ -17,7 +17,8 @@ from safemerge_pl.checkpoints.hub import download
 from safemerge_pl.checkpoints.names import match_names
 from safemerge_pl.checkpoints.pickles import load_pickle, tensors_of
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS, read_config, refuse_folder, refuse_impostor, refuse_packed
-from safemerge_pl.checkpoints.tensors import Checkpoint, Memory, Safetensors, fingerprint
+from safemerge_pl.checkpoints.safetensors_files import Safetensors
+from safemerge_pl.checkpoints.tensors import Checkpoint, Memory, fingerprint
 from safemerge_pl.errors import CheckpointError
 
 __all__ = ["Checkpoint", "CheckpointError", "Source", "fingerprint", "match_names", "open_checkpoint"]

@@ -2,32 +2,25 @@
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from safemerge_pl.checkpoints.refusals import refuse_impostor
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.runtime.cores import map_on_cores
 
-__all__ = ["DTYPES", "HASHED_AT_ONCE", "Checkpoint", "Memory", "Safetensors", "View", "fingerprint"]
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Dtypes by their code in a safetensors file."""
-
+__all__ = [
+    "HASHED_AT_ONCE",
+    "Checkpoint",
+    "LazyTensors",
+    "Memory",
+    "View",
+    "fingerprint",
+    "is_floating",
+    "tied_names",
+]
 
 HASHED_AT_ONCE = 8
 """Tensors in memory at a time on their way into a fingerprint, however many cores there are."""
@@ -128,45 +121,70 @@ class Memory(Checkpoint):
         return None if tensor.is_meta or not tensor.numel() else tensor.data_ptr()
 
 
-class Safetensors(Checkpoint):
-    """One or more safetensors files; each header is read once, each tensor when asked for."""
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that a function gives by name, each time that they are asked for.
 
-    def __init__(self, files: Sequence[Path], source: str, folder: Path | None = None) -> None:
-        self.source, self.folder = source, folder
-        self._entries: dict[str, tuple[Path, tuple[int, ...], str]] = {}
-        for file in files:
-            for name, (shape, code) in _read_header(file).items():
-                if name in self._entries:
-                    raise CheckpointError(f"{file}: tensor `{name}` also stands in {self._entries[name][0].name}.")
-                self._entries[name] = (file, shape, code)
+    Args:
+        names: of the tensors.
+        read: gives a tensor by name.
+
+    Example:
+        >>> LazyTensors(["a"], lambda name: torch.ones(2))["a"].tolist()
+        [1.0, 1.0]
+    """
+
+    def __init__(self, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
 
     def __getitem__(self, name: str) -> Tensor:
-        from safetensors import safe_open
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
 
-        self.dtype(name)
-        with safe_open(self._entries[name][0], framework="pt") as handle:
-            tensor: Tensor = handle.get_tensor(name)
-        return tensor
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # a mapping's own way would read the tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._names)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`Checkpoint`."""
-        return self._entries[name][1]
 
-    def dtype(self, name: str) -> torch.dtype:
-        """See :class:`Checkpoint`."""
-        file, _, code = self._entries[name]
-        if code not in DTYPES:
-            raise CheckpointError(
-                f"{file}: tensor `{name}` is stored as {code}, a quantised or packed weight; give the model in "
-                "float32, bfloat16 or float16."
-            )
-        return DTYPES[code]
+def is_floating(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is stored in a plain floating-point format; ``False``, not an error, for any other.
+
+    Example:
+        >>> model = Memory({"weight": torch.ones(1), "position_ids": torch.arange(3)}, "a mapping")
+        >>> is_floating(model, "weight"), is_floating(model, "position_ids")
+        (True, False)
+    """
+    try:
+        return checkpoint.dtype(name).is_floating_point
+    except CheckpointError:  # an 8-bit format
+        return False
+
+
+def tied_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Find the names of tensors in memory that are one and the same.
+
+    Returns:
+        Each further name of a tensor -> its first name.
+
+    Example:
+        >>> weight = torch.ones(2, 1)
+        >>> tied_names(Memory({"embed": weight, "head": weight, "other": torch.ones(2, 1)}, "a mapping"))
+        {'head': 'embed'}
+    """
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    aliases: dict[str, str] = {}
+    for name in checkpoint:
+        place = checkpoint.storage(name)
+        if place is not None:
+            known = first.setdefault((place, checkpoint.shape(name)), name)
+            if known != name:
+                aliases[name] = known
+    return aliases
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -185,18 +203,3 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         return f"{name} {flat.dtype} {tuple(flat.shape)} {content}\n"
 
     return hashlib.sha256("".join(map_on_cores(hashed, list(tensors), most=HASHED_AT_ONCE)).encode()).hexdigest()
-
-
-def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype code of every tensor of a safetensors file; the library checks the header against the size."""
-    from safetensors import SafetensorError, safe_open
-
-    refuse_impostor(path)
-    try:
-        with safe_open(path, framework="pt") as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
-            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is truncated or no safetensors file ({error}); fetch it again."
-        ) from error

@@ -1,22 +1,43 @@
 """Pre-flight: everything that could stop a stream, found in seconds from headers, listed at once."""
 
-import math
 import shutil
+import sys
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from safemerge_pl.architectures.layers import plan_stacks
 from safemerge_pl.callbacks import MergeCallback
-from safemerge_pl.checkpoints.fit import aligned, require_fit
+from safemerge_pl.checkpoints.fit import fit
 from safemerge_pl.checkpoints.open import open_checkpoint
+from safemerge_pl.commands.fit import build_cli
 from safemerge_pl.data.experts import find_experts
-from safemerge_pl.data.module import ImageSet, StreamDataModule
-from safemerge_pl.folding.selection import left_out, what_is_merged
+from safemerge_pl.data.images import ImageSet
+from safemerge_pl.data.module import StreamDataModule
+from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.folders import nearest
+from safemerge_pl.output.saving import output_size
 
-__all__ = ["check_stream"]
+__all__ = ["check_stream", "run"]
+
+
+def run() -> None:
+    """List facts and problems of a configuration; exits with 1 if there is a problem."""
+    sys.argv = [sys.argv[0], *sys.argv[2:]]  # LightningCLI knows no verb here
+    cli = build_cli(run=False)
+    merge = MergeCallback.of(cli.trainer)
+    if merge is None:
+        raise MisconfigurationException(
+            "the configuration has no merge callback: add SAFEMergeCallback under trainer.callbacks."
+        )
+    facts, problems = check_stream(cli.model, cli.datamodule, merge, Path(cli.trainer.default_root_dir))
+    for fact in facts:
+        print(fact)
+    for problem in problems:
+        print(f"PROBLEM {problem}", file=sys.stderr)
+    if problems:
+        sys.exit(f"safemerge: {len(problems)} problem{'s' if len(problems) > 1 else ''} found.")
+    print("no problem found")
 
 
 def check_stream(
@@ -37,7 +58,7 @@ def check_stream(
     problems: list[str] = []
     for name in (*data.stream, *data.controls):
         try:
-            examples = data.image_set(name)
+            examples = data.labelled_set(name)
             if not len(examples):
                 problems.append(f"set '{name}' is empty.")
             elif isinstance(examples, ImageSet):
@@ -49,38 +70,36 @@ def check_stream(
             problems.append(f"set '{name}': {error}")
     try:
         base = open_checkpoint(module.backbone.folder())
-        layers, others = what_is_merged(base, merge.method, merge.layers)
+        plan = plan_merge(base, merge.method, merge.layers)
     except ValueError as error:
         return facts, [*problems, f"pretrained model: {error}"]
-    facts += [f"pretrained model: {note}" for note in left_out(base, layers, others, merge.layers)]
-    units = [*layers, *others]
-    parameters = list(dict.fromkeys(unit.parameter for unit in units))
+    facts += [f"pretrained model: {note}" for note in plan.notes]
     try:
         experts = find_experts(merge.experts, list(data.stream))
     except MisconfigurationException as error:
         return facts, [*problems, *str(error).splitlines()]
     for task, source in experts.items():
         try:
-            incoming = aligned(base, parameters, open_checkpoint(source), values=False, on_mismatch=merge.on_mismatch)
-            require_fit(base, parameters, incoming, values=False)
+            opened = open_checkpoint(source)
+            incoming = fit(base, plan.parameters, opened, values=False, on_mismatch=merge.on_mismatch)
             facts += [f"task '{task}': {note}" for note in incoming.notes]
         except ValueError as error:
             problems.append(f"task '{task}': {error}")
-    entries = sum(unit.entries for unit in units)
-    total = sum(math.prod(shape) for shape in base.shapes().values())
-    stack = max(sum(unit.entries for unit in part) for part in plan_stacks(units))
     facts.append(f"{len(data.stream)} tasks: {', '.join(data.stream)}")
     facts.append(f"control sets: {', '.join(data.controls) or 'none (no Gen. and no H-score)'}")
     facts.append(f"method: {type(merge.method).__name__} {merge.method.settings()}")
-    also = f" and {len(others)} other tensors" if others else ""
+    also = f" and {len(plan.others)} other tensors" if plan.others else ""
     facts.append(
-        f"merged: {len(layers)} layers{also}, {entries / 1e6:.2f} M of {total / 1e6:.2f} M parameters, "
+        f"merged: {len(plan.layers)} layers{also}, {plan.entries / 1e6:.2f} M of {plan.total / 1e6:.2f} M parameters, "
         "the rest stays pretrained"
     )
-    facts.append(f"memory for merging: about {4 * (3 * entries + 8 * stack) / 2**20:.0f} MiB beside the model")
-    needed = 4 * entries + 4 * total
+    facts.append(f"memory for merging: about {plan.memory / 2**20:.0f} MiB beside the model")
     place = nearest(output.absolute())
     free = shutil.disk_usage(place).free
+    try:
+        needed = output_size(plan, base, "float32")
+    except ValueError as error:
+        return facts, [*problems, f"merged model: {error}"]
     facts.append(f"disk for the merged model: at most {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB free in {place}")
     if needed > free:
         problems.append(f"{place} has {free / 2**20:.0f} MiB free, the merged model needs {needed / 2**20:.0f} MiB.")

@@ -2,23 +2,31 @@
 
 import math
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import ArgumentParser
+
 from safemerge_pl.checkpoints.differences import Mismatch
+from safemerge_pl.checkpoints.fit import Fitted
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
+from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.output.folders import STATE_FILE, check_output
+from safemerge_pl.output.files import STATE_FILE
+from safemerge_pl.output.folders import check_output
 from safemerge_pl.output.locks import output_lock
 from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
+from safemerge_pl.runtime.progress import FoldProgress
 
-__all__ = ["fold_once"]
+__all__ = ["fold_once", "run"]
 
 _IN_MEMORY = 4 * 10**9
 """Bytes of a whole model in float32 up to which its merge is kept in memory."""
@@ -35,6 +43,7 @@ def fold_once(
     dtype: OutputDtype = "same",
     device: str = "cpu",
     on_mismatch: Mismatch = "error",
+    max_response: MaxResponse = "auto",
     max_shard_size: int | str = "5GB",
     copy_code: bool = False,
     low_memory: bool | None = None,
@@ -54,11 +63,13 @@ def fold_once(
         dtype: dtype of the written weights; float32 masters are kept beside in any case.
         device: where the arithmetic runs.
         on_mismatch: "pretrained" also takes models of another image size or vocabulary, with the pretrained rows.
+        max_response: bounds how strongly the pretrained model reads what is merged, and so protects what it knows;
+            0.035 is a good value. "auto" takes the method's own or that of the earlier merge, null bounds nothing.
         max_shard_size: weights above this size are written in shards, with an index.
         copy_code: also copy the model's own Python files. They are never run here.
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
             at a time; by default for models that take more than 4 GB in float32.
-        progress: called now and then with the task, the number of its weights that are merged, and that of all.
+        progress: called now and then with the task, and the merged and the total number of its weights.
 
     Returns:
         The merger after the fold; of one in low memory the weights are in the output alone.
@@ -70,9 +81,10 @@ def fold_once(
     tasks = _tasks(task, sources)
     parse_size(max_shard_size)
     options: dict[str, Any] = {"layers": layers, "device": device, "on_mismatch": on_mismatch}
+    options["max_response"] = max_response
     check_output(Path(output), _inputs(pretrained, sources, merged, output))
     place = Path(output).resolve()
-    with output_lock(place), _opened(pretrained, place, low_memory) as (base, workspace):
+    with output_lock(place), _open_base(pretrained, place, low_memory) as (base, workspace):
         # the lock holds from reading yesterday's merge to writing today's
         if workspace is not None:
             options["workspace"] = workspace
@@ -85,8 +97,8 @@ def fold_once(
             merger = ContinualMerger(base, method, **options)
         else:
             merger = ContinualMerger.load(merged, base, method=method, **options)
-        require_output(merger, Path(output), dtype=dtype, max_shard_size=max_shard_size)
-        checkpoints = [_fitting(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
+        require_output(merger.plan, Path(output), dtype=dtype, max_shard_size=max_shard_size)
+        checkpoints = [_check(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
         merger.progress = progress
         for checkpoint, name in zip(checkpoints, tasks, strict=True):
             merger.fold(checkpoint, name)
@@ -96,7 +108,7 @@ def fold_once(
 
 
 @contextmanager
-def _opened(pretrained: str, output: Path, low_memory: bool | None) -> Iterator[tuple[Checkpoint, Path | None]]:
+def _open_base(pretrained: str, output: Path, low_memory: bool | None) -> Iterator[tuple[Checkpoint, Path | None]]:
     """The pretrained model, and a folder beside the output for a merge that stays out of memory, gone at the end."""
     base = open_checkpoint(pretrained)
     if low_memory is None:
@@ -109,10 +121,10 @@ def _opened(pretrained: str, output: Path, low_memory: bool | None) -> Iterator[
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fitting(merger: ContinualMerger, source: str, task: str) -> Checkpoint:
+def _check(merger: ContinualMerger, source: str, task: str) -> Fitted:
     """Open a model and see from its headers that it can be folded, before the first of several is."""
     try:
-        return merger.check(source, task, values=False)[1]
+        return merger.check(source, task, values=False)
     except CheckpointError as error:
         raise CheckpointError(f"task '{task}': {error}") from error
 
@@ -151,3 +163,37 @@ def _inputs(pretrained: str, sources: Sequence[str], merged: str | None, output:
     if merged is not None and Path(merged).resolve() != Path(output).resolve():
         places.append(Path(merged))
     return tuple(place for place in places if place.exists())
+
+
+def run() -> None:
+    """Fold one model or several, from command line options."""
+    parser = ArgumentParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
+    parser.add_argument("--config", "-c", action="config")
+    parser.add_function_arguments(fold_once, skip={"progress"})
+    arguments = sys.argv[2:]
+    if any(given.startswith("--method.") for given in arguments) and not {"--method", "--config", "-c"} & {
+        given.partition("=")[0] for given in arguments
+    }:
+        arguments = ["--method", "SafeMerge", *arguments]  # what is meant where only its settings are given
+    config = parser.instantiate_classes(parser.parse_args(arguments))
+    sys.argv[0] = Path(sys.argv[0]).name.replace("__main__.py", "safemerge")  # for the model card
+    options = {key: value for key, value in vars(config).items() if key != "config"}
+    before = time.perf_counter()
+    with FoldProgress() as progress:
+        merger = fold_once(**options, progress=progress)
+    seconds = time.perf_counter() - before
+    count = 1 if isinstance(options["incoming"], str) else len(options["incoming"])
+    for report in merger.reports[-count:]:
+        print(
+            f"{merger.method.label}: folded '{report.task}' as task {report.index} in {report.seconds:.1f} s, "
+            f"{report.kept_fraction:.0%} of its entries in {len(report.layers)} layers"
+        )
+        if report.response is not None:
+            print(
+                f"bound: {report.scale:.1%} of the accumulated vector is deployed (response {report.response:.4f}, "
+                f"at most {merger.max_response:g})"
+            )
+        for note in report.notes:
+            print(f"note: {note}")
+    tasks = f"{len(merger.tasks)} task{'' if len(merger.tasks) == 1 else 's'}"
+    print(f"merged model: {options['output']}, {tasks}, SHA-256 {report.merged}, {seconds:.1f} s")

@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 from safemerge_pl.data.image_files import open_rows
-from safemerge_pl.data.image_sets import CONTROLS, SetSpec, find_spec, named_prompts, stream_of
-from safemerge_pl.data.module import ImageSet, StreamDataModule
+from safemerge_pl.data.image_sets import CONTROLS, SetSpec, find_spec, find_templates, stream_of
+from safemerge_pl.data.images import ImageSet
+from safemerge_pl.data.module import StreamDataModule
 
 __all__ = ["CLIPBenchmarkData"]
 
@@ -20,10 +21,10 @@ class CLIPBenchmarkData(StreamDataModule):
         tasks: 8, 14 or 20 for the paper's streams, or names of sets.
         controls: held-out sets; the paper's three if left out.
         order_seed: 42 to 51 are the paper's ten orders; as given if left out.
-        batch_size: images a batch.
+        batch_size: images per batch.
         num_workers: processes that decode images.
-        folder: with a sub-folder a set, in place of the hub: ``<name>/**/<split>-*.parquet``, ``<name>/<split>/*.tar``
-            or ``<name>/<split>/<class>/<image>``.
+        folder: with one sub-folder per set, in place of the hub: ``<name>/**/<split>-*.parquet``,
+            ``<name>/<split>/*.tar`` or ``<name>/<split>/<class>/<image>``.
         cache_dir: where fetched and prepared files are kept; the libraries' own places if left out.
         prompts: templates by set, in place of the described ones: a list, or ``openai``, ``simple`` or ``single``.
         sets: folder with descriptions of more sets (see ``sets/mnist.yaml``); they win over those that come along.
@@ -59,7 +60,7 @@ class CLIPBenchmarkData(StreamDataModule):
         self.folder, self.cache_dir, self.limit, self.any_size = folder, cache_dir, limit, any_size
         self.published = published
         self.specs: dict[str, SetSpec] = {name: find_spec(name, sets) for name in (*self.stream, *self.controls)}
-        self.prompts = {name: named_prompts(given, f"`prompts` of {name}") for name, given in (prompts or {}).items()}
+        self.prompts = {name: find_templates(given, f"`prompts` of {name}") for name, given in (prompts or {}).items()}
         stray = [name for name in self.prompts if name not in self.specs]
         if stray:
             raise ValueError(f"`prompts` names {', '.join(stray)}, which is neither a task nor a control set.")

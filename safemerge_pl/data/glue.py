@@ -1,4 +1,4 @@
-"""GLUE as text to text, with the prompts of the published Flan-T5 experts (METHODS 14)."""
+"""GLUE as text to text, with the prompts of the published Flan-T5 experts."""
 
 import json
 import math
@@ -21,7 +21,7 @@ class GLUEData(StreamDataModule):
         tasks: CoLA, MRPC, QQP, SST-2 and STS-B if left out.
         controls: held-out sets; MNLI, QNLI and RTE if left out.
         order_seed: see :class:`safemerge_pl.data.stream.TaskStream`. The paper keeps the order as given.
-        batch_size: prompts a batch.
+        batch_size: prompts per batch.
         folder: where the data are, laid out as on the hub: ``cola/validation-00000-of-00001.parquet``. Also read are
             ``cola/validation.parquet``, ``cola/validation.jsonl`` and a data set that ``save_to_disk`` wrote to
             ``cola``. If left out the hub's files are taken, from the local cache where they are there.

@@ -7,7 +7,7 @@ from typing import Any
 
 from safemerge_pl.data.image_sets import SetSpec
 
-__all__ = ["NAMES_FILE", "checked_rows"]
+__all__ = ["NAMES_FILE", "check_rows"]
 
 NAMES_FILE = "classnames.txt"
 """Class names beside a web data set, whose labels are bare numbers."""
@@ -16,8 +16,8 @@ _IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "jpeg")
 _LABEL_COLUMNS = ("label", "labels", "cls", "fine_label")
 
 
-def checked_rows(rows: Any, spec: SetSpec, files: Sequence[Path], any_size: bool) -> Any:
-    """The two columns under their usual names, after a look at everything that could make a score wrong."""
+def check_rows(rows: Any, spec: SetSpec, files: Sequence[Path], any_size: bool) -> Any:
+    """Check everything that could make a score wrong, and give the two columns their usual names."""
     import datasets
 
     where = f"set '{spec.name}' in {files[0].parent}"

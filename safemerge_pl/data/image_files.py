@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from safemerge_pl.data.image_checks import NAMES_FILE, checked_rows
+from safemerge_pl.data.image_checks import NAMES_FILE, check_rows
 from safemerge_pl.data.image_sets import SetSpec
 
 __all__ = ["choose_files", "open_rows"]
@@ -24,7 +24,7 @@ def open_rows(spec: SetSpec, folder: str | None = None, cache_dir: str | None = 
 
     Args:
         spec: what is expected.
-        folder: with a sub-folder a set; the hub's cache or the hub if left out.
+        folder: with one sub-folder per set; the hub's cache or the hub if left out.
         cache_dir: where fetched and prepared files are kept; the libraries' own places if left out.
         any_size: take a split of another size than the description says.
 
@@ -36,7 +36,7 @@ def open_rows(spec: SetSpec, folder: str | None = None, cache_dir: str | None = 
     """
     place = _in_folder(spec, folder) if folder is not None else _from_hub(spec, cache_dir)
     rows = _read(place, spec, cache_dir)
-    return checked_rows(rows, spec, place, any_size)
+    return check_rows(rows, spec, place, any_size)
 
 
 def choose_files(paths: Sequence[str], split: str, config: str | None = None) -> list[str]:
@@ -141,7 +141,7 @@ def _snapshot(spec: SetSpec, revision: str | None, kept: str | None, online: boo
 
 @cache
 def _hub_answers(endpoint: str) -> bool:
-    """Asked once: the client's own retries would take a minute a set."""
+    """Asked once: the client's own retries would take a minute for each set."""
     from huggingface_hub import get_session
 
     try:

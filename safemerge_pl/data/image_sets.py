@@ -1,6 +1,6 @@
 """Image sets described in data files: where the images are, what the classes are called, how they are asked for.
 
-Twenty tasks and three held-out sets come along in ``sets/``, a YAML file each; a folder of such files adds others.
+Twenty tasks and three held-out sets come along in ``sets/``, one YAML file each; a folder of such files adds others.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONTROLS", "TASKS", "SetSpec", "find_spec", "named_prompts", "stream_of"]
+__all__ = ["CONTROLS", "TASKS", "SetSpec", "find_spec", "find_templates", "stream_of"]
 
 TASKS = (
     *("sun397", "stanford-cars", "resisc45", "eurosat", "svhn", "gtsrb", "mnist", "dtd"),
@@ -76,7 +76,7 @@ class SetSpec:
             )
             raise ValueError(f"{path} {' and '.join(parts)}; a set has {', '.join(fields)}.")
         names = _classes(content.pop("classes"), path)
-        return cls(path.stem, classes=names, templates=named_prompts(content.pop("templates"), str(path)), **content)
+        return cls(path.stem, classes=names, templates=find_templates(content.pop("templates"), str(path)), **content)
 
     def count(self, backbone: str, kind: str) -> int | None:
         """Right answers known for a backbone by its name or path, ``pretrained`` or ``expert``.
@@ -123,11 +123,11 @@ def stream_of(tasks: Sequence[str] | int) -> list[str]:
     return list(TASKS[:tasks])
 
 
-def named_prompts(templates: Any, place: str) -> tuple[str, ...]:
+def find_templates(templates: Any, place: str) -> tuple[str, ...]:
     """Templates as given, or open_clip's by name: ``openai`` for the 80, ``simple`` for the 7, ``single`` for one.
 
     Example:
-        >>> len(named_prompts("openai", "here")), named_prompts("single", "here")
+        >>> len(find_templates("openai", "here")), find_templates("single", "here")
         (80, ('a photo of a {}.',))
     """
     if templates == "single":

@@ -2,8 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,73 +11,25 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from safemerge_pl.backbones.base import Backbone
+from safemerge_pl.data.labelled import LabelledSet
 from safemerge_pl.data.stream import TaskStream
-from safemerge_pl.scoring.scorer import SetScore, ZeroShotScore
-from safemerge_pl.zoo import Zoo
 
-__all__ = ["ImageSet", "LabelledSet", "StreamDataModule", "ZooData", "as_it_is"]
+__all__ = ["ExactShard", "StreamDataModule", "as_it_is"]
 
 
-@dataclass(frozen=True)
-class LabelledSet(ABC):
-    """A test set that knows how it is batched and scored.
-
-    Attributes:
-        name: of the task or control set.
-        rows: a ``datasets.Dataset``.
-    """
-
-    name: str
-    rows: Any
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @abstractmethod
-    def batches(self, backbone: Backbone) -> Dataset[Any]:
-        """Batches for a backbone, fetched whole by ``__getitems__``."""
-
-    @abstractmethod
-    def score(self, backbone: Backbone) -> SetScore:
-        """What counts and scores a backbone's answers."""
-
-
-@dataclass(frozen=True)
-class ImageSet(LabelledSet):
-    """A labelled image set and the text that describes its classes.
-
-    Attributes:
-        name: of the task or control set.
-        rows: a ``datasets.Dataset`` with the columns ``image`` and ``label``.
-        classes: names in label order.
-        templates: sentences with ``{}`` for the class name.
-    """
-
-    classes: tuple[str, ...]
-    templates: tuple[str, ...]
-
-    def batches(self, backbone: Backbone) -> Dataset[Any]:
-        """Pairs ``(pixels (N, C, H, W), labels (N,))``."""
-        return _LazyPixels(self, backbone)
-
-    def score(self, backbone: Backbone) -> SetScore:
-        """Zero-shot accuracy."""
-        return ZeroShotScore(self, backbone)
-
-
-class StreamDataModule(L.LightningDataModule):
-    """Order of the tasks and their test sets.
+class StreamDataModule(L.LightningDataModule, ABC):
+    """Order of the tasks and their test sets; a kind of data says in :meth:`load_set` where a set comes from.
 
     During ``fit`` the loaders cover the tasks merged by the end of the epoch and all control sets; in ``validate`` and
-    ``test`` all tasks and control sets. There is one training batch an epoch, and it is empty: an epoch is a merge.
+    ``test`` all tasks and control sets. Each epoch is one merge and has one training batch, which is empty.
 
     Args:
         tasks: names, before shuffling.
         controls: names of the held-out control sets.
         order_seed: see :class:`safemerge_pl.data.stream.TaskStream`.
-        batch_size: images a batch.
+        batch_size: images per batch.
         num_workers: processes that decode images; 0 decodes in the main process.
-        keep_in_memory: keep preprocessed images, so that each is decoded once a run. Off for large sets.
+        keep_in_memory: keep preprocessed images, so that each is decoded once per run. Off for large sets.
     """
 
     def __init__(
@@ -117,7 +67,7 @@ class StreamDataModule(L.LightningDataModule):
         """Published scores by set, of the ``"pretrained"`` model and of the ``"individual"`` experts on their tasks."""
         return {}
 
-    def image_set(self, name: str) -> LabelledSet:
+    def labelled_set(self, name: str) -> LabelledSet:
         """A set, opened once."""
         if name not in self._sets:
             self._sets[name] = self.load_set(name)
@@ -127,12 +77,12 @@ class StreamDataModule(L.LightningDataModule):
         """Open every set, so that all that are missing are known before the stream starts.
 
         Raises:
-            ValueError: with a line for every set that cannot be opened.
+            ValueError: with one line for every set that cannot be opened.
         """
         problems = []
         for name in (*self.stream, *self.controls):
             try:
-                self.image_set(name)
+                self.labelled_set(name)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -151,7 +101,7 @@ class StreamDataModule(L.LightningDataModule):
         return self.loaders((*self.stream, *self.controls))
 
     def loaders(self, names: Sequence[str]) -> list[DataLoader[Any]]:
-        """One loader a set; remembers the names in ``eval_names``."""
+        """One loader per set; remembers the names in ``eval_names``."""
         self.eval_names = tuple(names)
         return [self.loader(name) for name in names]
 
@@ -184,7 +134,7 @@ class StreamDataModule(L.LightningDataModule):
     def dataset(self, name: str, backbone: Backbone) -> Dataset[Any]:
         """Preprocessed examples of a set; batches are fetched whole, so loaders need ``collate_fn=as_it_is``."""
         if name not in self._pixels:
-            batches = self.image_set(name).batches(backbone)
+            batches = self.labelled_set(name).batches(backbone)
             self._pixels[name] = _KeptPixels(batches) if self.keep_in_memory else batches
         return self._pixels[name]
 
@@ -199,46 +149,6 @@ class StreamDataModule(L.LightningDataModule):
             return len(self.stream)
         position = len(getattr(trainer.lightning_module, "merged_tasks", ()))
         return min(len(self.stream), max(position, trainer.current_epoch + 1))
-
-
-class ZooData(StreamDataModule):
-    """The embedded zoo's eight tasks and three probes.
-
-    Args:
-        tasks: names in the zoo; all eight if left out, or the length of one of the zoo's streams.
-        controls: held-out sets; the zoo's three probes if left out.
-        order_seed: see :class:`safemerge_pl.data.stream.TaskStream`.
-        batch_size: images a batch.
-        extra_zoo: folder with more tasks in the zoo's layout.
-
-    Example:
-        >>> ZooData(tasks=["flags", "mnist"]).stream.names
-        ('flags', 'mnist')
-    """
-
-    def __init__(
-        self,
-        tasks: list[str] | int | None = None,
-        controls: list[str] | None = None,
-        order_seed: int | None = None,
-        batch_size: int = 128,
-        extra_zoo: str | None = None,
-    ) -> None:
-        self.zoo = Zoo(None if extra_zoo is None else Path(extra_zoo))
-        names = self.zoo.tasks(tasks) if tasks is None or isinstance(tasks, int) else tasks
-        probes = self.zoo.controls if controls is None else controls
-        for name in (*names, *probes):
-            self.zoo.describe(name)
-        super().__init__(names, probes, order_seed, batch_size, keep_in_memory=True)
-
-    def load_set(self, name: str) -> ImageSet:
-        """Read a parquet file of the zoo."""
-        import datasets
-        from pyarrow import parquet
-
-        about = self.zoo.describe(name)
-        rows = datasets.Dataset(parquet.read_table(self.zoo.data(name)))  # no copy in the user's cache
-        return ImageSet(name, rows, tuple(about["classes"]), tuple(about["templates"]))
 
 
 class ExactShard(DistributedSampler[Any]):
@@ -270,26 +180,6 @@ class _OneEmptyBatch(Dataset[Tensor]):
 
     def __len__(self) -> int:
         return 1
-
-
-class _LazyPixels(Dataset[Any]):
-    """Decodes and preprocesses a batch when it is asked for."""
-
-    def __init__(self, images: ImageSet, backbone: Backbone) -> None:
-        self.images, self._preprocess = images, backbone.preprocessor()
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        try:
-            rows = self.images.rows[list(indices)]
-            return self._preprocess(rows["image"]), torch.tensor(rows["label"]).long()
-        except (OSError, SyntaxError) as error:  # how Pillow reports what it cannot decode
-            raise ValueError(
-                f"set '{self.images.name}': one of the images {min(indices)} to {max(indices)} cannot be decoded "
-                f"({error}); fetch the set again."
-            ) from error
 
 
 class _KeptPixels(Dataset[Any]):

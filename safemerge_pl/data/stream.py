@@ -12,7 +12,7 @@ class TaskStream:
     Args:
         tasks: distinct names.
         order_seed: shuffles the names with ``random.Random(order_seed)``; the seeds 42 to 51 give the ten orders of the
-            paper's Table of task orders (METHODS 11). ``None`` keeps the order as given.
+            paper's table of task orders. ``None`` keeps the order as given.
 
     Raises:
         ValueError: if there is no task, or two share a name.

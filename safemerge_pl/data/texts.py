@@ -1,4 +1,4 @@
-"""Text sets: a prompt an example, scored by what the model writes."""
+"""Text sets: one prompt per example, scored by what the model writes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ from torchmetrics.functional.regression import spearman_corrcoef
 
 from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.backbones.t5 import T5Backbone
-from safemerge_pl.data.module import LabelledSet
-from safemerge_pl.scoring.scorer import SetScore
+from safemerge_pl.data.labelled import LabelledSet, SetScore
 
 __all__ = ["ExactMatchScore", "SpearmanScore", "TextMetric", "TextSet"]
 
@@ -81,7 +80,7 @@ class _TextScore(SetScore):
 
 
 class ExactMatchScore(_TextScore):
-    """Share of answers that equal the right one to the letter (METHODS 14)."""
+    """Share of answers that equal the right one to the letter: case and spaces count."""
 
     def zero(self) -> Tensor:
         """Right answers and examples, ``(2,)``."""

@@ -11,11 +11,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from safemerge_pl.architectures.layers import CORE_STACK_ENTRIES, MAX_CORE_ENTRIES, MergeLayer, plan_stacks
+from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import LayerReport, layer_rows
-from safemerge_pl.folding.stacks import LARGE_ENTRIES, Folded, fold_rows, joined, owned, stacked
+from safemerge_pl.folding.stacks import (
+    CORE_STACK_ENTRIES,
+    LARGE_ENTRIES,
+    MAX_CORE_ENTRIES,
+    Folded,
+    concatenate,
+    copy_if_shared,
+    fold_rows,
+    plan_stacks,
+    stack_matrices,
+)
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.cores import flat_parts, length_of, map_on_cores
@@ -39,18 +49,18 @@ class Folding:
     Attributes:
         method: how to merge.
         index: position of the incoming task in the stream, from 1.
+        counts: how many earlier tasks changed each layer, by its name.
         layers: matrices that are merged in stacks.
         others: tensors that are merged one by one.
         pretrained: tensors of the pretrained model by parameter.
         current: gives a parameter as merged so far, float32.
-        incoming: tensors of the incoming model by its own names.
-        names: parameter -> name in ``incoming``.
+        incoming: tensors of the incoming model by parameter.
         device: where the arithmetic runs.
         processes: among which the stacks are shared out.
         reference: fingerprint of the pretrained layers.
-        told: called with the number of weights that are merged and that of all.
+        on_progress: called with the merged and the total number of weights.
         caches: what depends on the pretrained model alone, by device and layers of a stack; lives as the stream does.
-        rows: a report a layer.
+        rows: one report per layer, by its name.
         losses: of the inner optimisations, summed over layers: before each step and after the last.
         solve_seconds: wall time of the inner optimisations.
         notes: what the user should know.
@@ -58,17 +68,17 @@ class Folding:
 
     method: MergeMethod
     index: int
+    counts: Mapping[str, int]
     layers: list[MergeLayer]
     others: list[MergeLayer]
     pretrained: Mapping[str, Tensor]
     current: Callable[[str], Tensor]
     incoming: Mapping[str, Tensor]
-    names: Mapping[str, str]
     device: torch.device
     processes: Processes
     reference: str
     caches: dict[tuple[str, ...], KeptTensors]
-    told: Callable[[int, int], None]
+    on_progress: Callable[[int, int], None]
     rows: dict[str, LayerReport] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     solve_seconds: float = 0.0
@@ -85,7 +95,7 @@ class Folding:
             CheckpointError: naming the layer at which it cannot be done.
         """
         done, total = 0, sum(layer.entries for layer in (*self.layers, *self.others))
-        self.told(done, total)
+        self.on_progress(done, total)
         self.method.prepare(self.index, self._vectors)
         for layers, result, rows in self._results():
             for layer, row, matrix in zip(layers, rows, result.merged, strict=True):
@@ -96,7 +106,7 @@ class Folding:
                     )
                 self._place(staged, layer, matrix, alone=len(layers) == 1)
             done += sum(layer.entries for layer in layers)
-            self.told(done, total)
+            self.on_progress(done, total)
             self.rows |= {row.layer: row for row in rows}
             self.solve_seconds += result.solve_seconds
             if result.losses is not None:
@@ -161,19 +171,19 @@ class Folding:
         found = self._attempt(method, layers, device)
         if found is not None:
             return found
-        self.caches.pop(_place_of_cache(layers, device), None)
+        self.caches.pop(_cache_key(layers, device), None)
         if len(layers) > 1:
             half = len(layers) // 2
-            return joined([self._fold(method, part, device) for part in (layers[:half], layers[half:])])
+            return concatenate([self._fold(method, part, device) for part in (layers[:half], layers[half:])])
         self.notes.append(f"layer {layers[0].name} was folded on the CPU: the memory of {device} ran out")
         return self._fold(method, layers, torch.device("cpu"))
 
     def _attempt(self, method: _Fold, layers: _Layers, device: torch.device) -> Folded | None:
         """Fold one stack; ``None`` where there is not enough memory. Other failures name the layers."""
         try:
-            with exact_arithmetic(device), _naming(layers):  # the switches are a thread's own
+            with exact_arithmetic(device), _name_layers(layers):  # these settings are per thread
                 stack = self._read_stack(layers, device)
-                result = owned(method(stack), stack)
+                result = copy_if_shared(method(stack), stack)
                 return result, layer_rows(stack, result)
         except torch.OutOfMemoryError as error:
             if len(layers) == 1 and device.type == "cpu":
@@ -186,7 +196,7 @@ class Folding:
         large = len(batch) == 1 and layer.entries > LARGE_ENTRIES  # several at once are small
         if not (large and self.method.elementwise):
             return self._fold_batch(self.method.fold_rest, batch, on_cores)
-        with _naming(batch[0]):
+        with _name_layers(batch[0]):
             return [fold_rows(self.method.fold_rest, layer.name, self.index, self._read(layer), self.device)]
 
     def _vectors(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out]) -> Iterator[_Out]:
@@ -203,24 +213,25 @@ class Folding:
     def _read_stack(self, layers: _Layers, device: torch.device) -> Stack:
         """A stack on a device, with what is known of its pretrained weights."""
         parts = zip(*map(self._read, layers), strict=True)
-        theta_0, merged, theta_t = (stacked(list(matrices)).to(device) for matrices in parts)
+        theta_0, merged, theta_t = (stack_matrices(list(matrices)).to(device) for matrices in parts)
         names = tuple(layer.name for layer in layers)
-        return Stack(names, self.index, theta_0, merged, theta_t, self._cache(layers, device))
+        counts = tuple(self.counts.get(name, 0) + 1 for name in names)
+        return Stack(names, self.index, theta_0, merged, theta_t, self._cache(layers, device), counts)
 
     def _read(self, layer: MergeLayer) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's pretrained, merged and incoming weights, as they are stored."""
-        base, new = self.pretrained[layer.parameter], self.incoming[self.names[layer.parameter]]
+        base, new = self.pretrained[layer.parameter], self.incoming[layer.parameter]
         if new.dtype != base.dtype and torch.equal(base.to(new.dtype), new):
             new = base  # the pretrained tensor, stored in fewer bits: rounding is not a task
         return layer.view(base), layer.view(self.current(layer.parameter)), layer.view(new)
 
     def _cache(self, layers: _Layers, device: torch.device) -> KeptTensors:
         """What depends on the pretrained weights of a stack alone; that of large matrices also for the next stream."""
-        place = _place_of_cache(layers, device)
-        if place not in self.caches:
-            origin = [self.reference, type(self.method).__qualname__, *place[1:], *machine_key(device)]
-            self.caches[place] = KeptTensors(origin if layers[0].entries >= WORTH_KEEPING else None, device)
-        return self.caches[place]
+        key = _cache_key(layers, device)
+        if key not in self.caches:
+            origin = [self.reference, type(self.method).__qualname__, *key[1:], *machine_key(device)]
+            self.caches[key] = KeptTensors(origin if layers[0].entries >= WORTH_KEEPING else None, device)
+        return self.caches[key]
 
     def _length(self, staged: Mapping[str, Tensor], name: str) -> float:
         parts = zip(*map(flat_parts, (staged[name], self.pretrained[name])), strict=True)
@@ -239,8 +250,8 @@ class Folding:
 
 
 @contextmanager
-def _naming(layers: _Layers) -> Iterator[None]:
-    """Failures of what is done inside name the layers, but for a lack of memory."""
+def _name_layers(layers: _Layers) -> Iterator[None]:
+    """Have failures inside name the layers, but for a lack of memory."""
     try:
         yield
     except (CheckpointError, torch.OutOfMemoryError):
@@ -249,5 +260,5 @@ def _naming(layers: _Layers) -> Iterator[None]:
         raise CheckpointError(f"layers {layers[0].name} to {layers[-1].name}: {error}") from error
 
 
-def _place_of_cache(layers: _Layers, device: torch.device) -> tuple[str, ...]:
+def _cache_key(layers: _Layers, device: torch.device) -> tuple[str, ...]:
     return (device.type, *(layer.name for layer in layers))

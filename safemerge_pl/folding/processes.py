@@ -46,6 +46,14 @@ class Processes:
         """What this process has to do of a batch of equal costs."""
         return list(batch[self.rank :: self.count])
 
+    def gather(self, found: Sequence[_Out]) -> list[_Out]:
+        """Everybody's plain values for what :meth:`mine` gave them, in the order of the whole."""
+        if self.count == 1:
+            return list(found)
+        shares: list[Any] = [None] * self.count
+        dist.all_gather_object(shares, list(found))
+        return [shares[place % self.count][place // self.count] for place in range(sum(map(len, shares)))]
+
     def agree(self, work: Callable[[], _Out]) -> _Out:
         """Do something that may fail here alone (a file that one machine lacks); if it fails anywhere, fail everywhere.
 

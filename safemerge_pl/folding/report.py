@@ -53,12 +53,14 @@ class FoldReport:
         solve_seconds: wall time of the inner optimisation alone.
         kept_fraction: share of all entries that were merged.
         losses: loss before every step of the inner optimisation and after the last, summed over layers.
-        layers: one row a layer.
+        layers: one report per layer.
         notes: what the user should know (an unchanged task, a checkpoint folded before).
         path: where the incoming model lay, resolved; ``None`` for one in memory.
         revision: its commit, if it came from the hub.
         time: when, UTC.
         version: of this package.
+        response: of the accumulated vector, before it was scaled; ``None`` where nothing bounds it.
+        scale: share of the accumulated vector that is deployed.
     """
 
     task: str
@@ -76,6 +78,8 @@ class FoldReport:
     revision: str | None = field(default=None, compare=False)
     time: str | None = field(default=None, compare=False)
     version: str | None = field(default=None, compare=False)
+    response: float | None = None
+    scale: float = 1.0
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "FoldReport":
@@ -87,7 +91,7 @@ class FoldReport:
 
 
 def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
-    """A row a layer of one stack; synchronises the device a few times, after the stack's work is queued."""
+    """One report per layer of a stack; synchronises the device a few times, after the stack's work is queued."""
     count = len(stack.layers)
     kept = torch.ones(count) if result.kept_fraction is None else result.kept_fraction
     first, last = (None, None) if result.losses is None else (result.losses[0].tolist(), result.losses[-1].tolist())
@@ -106,7 +110,7 @@ def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
 
 
 def whole_row(parts: list[tuple[float, LayerReport]]) -> LayerReport:
-    """The row of a layer that was folded in parts, each with its share of the entries.
+    """The report of a layer that was folded in parts, each with its share of the entries.
 
     Example:
         >>> half = LayerReport("x", 0.5, None, None, task_norm=3.0, update_norm=0.0)

@@ -1,43 +1,83 @@
-"""Matrices into a stack, and what came of a stack out of it."""
+"""Plan the stacks of a fold, put matrices into them, and take apart or together what came of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.folding.report import LayerReport, layer_rows, whole_row
 from safemerge_pl.methods.base import Stack, StackResult
 
-__all__ = ["LARGE_ENTRIES", "Folded", "fold_rows", "joined", "owned", "stacked"]
+__all__ = [
+    "CORE_STACK_ENTRIES",
+    "LARGE_ENTRIES",
+    "MAX_CORE_ENTRIES",
+    "MAX_STACK_ENTRIES",
+    "Folded",
+    "concatenate",
+    "copy_if_shared",
+    "fold_rows",
+    "plan_stacks",
+    "stack_matrices",
+]
+
+MAX_STACK_ENTRIES = 2**25
+"""Largest stack, in entries (128 MiB in float32). A constant, so that the plan depends on shapes only."""
+
+CORE_STACK_ENTRIES = 2**17
+"""Largest stack on a CPU, where a stack is one core's work: it should stay in that core's cache."""
+
+MAX_CORE_ENTRIES = 2**22
+"""Largest matrix on a CPU that one core works on alone."""
 
 LARGE_ENTRIES = 2**24
 """Entries of a tensor from which on an elementwise method gets it in parts, of no more each."""
 
 Folded = tuple[StackResult, list[LayerReport]]
-"""A stack's result with a report a layer."""
+"""A stack's result, and one report per layer."""
 
 
-def stacked(matrices: list[Tensor]) -> Tensor:
-    """Matrices in float32 as one stack ``(L, d_out, d_in)``; a single one is not copied.
+def plan_stacks(layers: Sequence[MergeLayer], max_entries: int = MAX_STACK_ENTRIES) -> list[tuple[MergeLayer, ...]]:
+    """Group layers of equal shape into stacks of at most ``max_entries`` entries (one layer at least).
 
     Example:
-        >>> stacked([torch.zeros(2, 3), torch.ones(2, 3)]).shape
+        >>> a, b = MergeLayer("x.0.q", "q0", (2, 2)), MergeLayer("x.0.up", "u0", (8, 2))
+        >>> [[layer.name for layer in stack] for stack in plan_stacks([a, b, a, a], max_entries=8)]
+        [['x.0.q', 'x.0.q'], ['x.0.q'], ['x.0.up']]
+    """
+    groups: dict[tuple[int, ...], list[MergeLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.shape, []).append(layer)
+    stacks = []
+    for shape, group in groups.items():
+        size = max(1, max_entries // math.prod(shape))
+        stacks += [tuple(group[start : start + size]) for start in range(0, len(group), size)]
+    return stacks
+
+
+def stack_matrices(matrices: list[Tensor]) -> Tensor:
+    """Stack matrices in float32, ``(L, d_out, d_in)``; a single one is not copied.
+
+    Example:
+        >>> stack_matrices([torch.zeros(2, 3), torch.ones(2, 3)]).shape
         torch.Size([2, 2, 3])
     """
     return matrices[0].float()[None] if len(matrices) == 1 else torch.stack([matrix.float() for matrix in matrices])
 
 
-def owned(result: StackResult, stack: Stack) -> StackResult:
-    """The result in memory of its own, whatever the method did: it outlives the tensors that were read."""
+def copy_if_shared(result: StackResult, stack: Stack) -> StackResult:
+    """Copy a result that lies in the memory of its inputs, which it has to outlive."""
     inputs = (stack.pretrained, stack.merged, stack.incoming, *stack.cache.values())
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     shared = result.merged.untyped_storage().data_ptr() in taken
     return replace(result, merged=result.merged.clone()) if shared else result
 
 
-def joined(parts: list[Folded]) -> Folded:
-    """The results of a stack's parts as the stack's, on the device of the first."""
+def concatenate(parts: list[Folded]) -> Folded:
+    """Put the results of a stack's parts together as the stack's, on the device of the first."""
     results = [result for result, _ in parts]
     device = results[0].merged.device
     kept = [result.kept_fraction.to(device) for result in results if result.kept_fraction is not None]
@@ -75,7 +115,7 @@ def fold_rows(
     rows = max(1, LARGE_ENTRIES * len(merged) // merged.numel())
     found = []
     for target, *parts in zip(*(torch.split(tensor, rows) for tensor in (merged, *tensors)), strict=True):
-        base, so_far, incoming = (stacked([part]).to(device) for part in parts)
+        base, so_far, incoming = (stack_matrices([part]).to(device) for part in parts)
         stack = Stack((name,), index, base, so_far, incoming)
         result = fold(stack)
         target.copy_(result.merged[0])

@@ -2,44 +2,18 @@
 
 import itertools
 import shutil
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["DiskTensors", "LazyTensors"]
-
-
-class LazyTensors(Mapping[str, Tensor]):
-    """Tensors that a function gives by name, each time they are asked for.
-
-    Example:
-        >>> LazyTensors(["a"], lambda name: torch.ones(2))["a"].tolist()
-        [1.0, 1.0]
-    """
-
-    def __init__(self, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
-        self._names, self._read = dict.fromkeys(names), read
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._read(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names  # a mapping's own way would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+__all__ = ["DiskTensors"]
 
 
 class DiskTensors(MutableMapping[str, Tensor]):
-    """Float32 tensors by name, a file each; what is read is a copy, so a change has to be put back.
+    """Float32 tensors by name, one file per tensor; what is read is a copy, so a change has to be put back.
 
     Args:
         folder: made for this mapping, and gone with :meth:`close`.

@@ -186,7 +186,8 @@ def jointly_orthogonal(first: Tensor, second: Tensor, precision: torch.dtype) ->
         [[0.9487, 0.3162], [-0.3162, 0.9487]]
     """
     p, sigma, qh = _svd(first.mT @ second)
-    sizes = torch.stack([1 + sigma, (1 - sigma).clamp(min=0)]).sqrt()
+    p, gap, qh = _refine_near_ones(first, second, p, sigma, qh, precision)
+    sizes = torch.stack([2 - gap, gap]).sqrt()
     shape = (first.shape[1], 2 * first.shape[2])
     tolerance = max(numerical_rank_tolerance(shape, precision), 1e-7)  # rounding leaves the root of 1e-16
     inverse = torch.where(sizes > tolerance * sizes[:1, :, :1], 1 / sizes, 0.0)
@@ -194,6 +195,36 @@ def jointly_orthogonal(first: Tensor, second: Tensor, precision: torch.dtype) ->
     upper = torch.cat([p * even @ p.mT, p * odd @ qh], dim=2)
     lower = torch.cat([qh.mT * odd @ p.mT, qh.mT * even @ qh], dim=2)
     return torch.cat([first, second], dim=2) @ torch.cat([upper, lower], dim=1)
+
+
+def _refine_near_ones(
+    first: Tensor, second: Tensor, p: Tensor, sigma: Tensor, qh: Tensor, precision: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Vectors of the SVD of :math:`A^\top B`, and :math:`1 - \sigma` without cancellation.
+
+    For two directions that nearly coincide ``1 - sigma`` has lost its digits, and vectors of neighbouring values are
+    mixed. What remains of ``B`` outside of ``A`` has them: its singular values are the sines :math:`\rho`, and
+    :math:`1 - \sigma = \rho^2 / (1 + \sigma)`. Few layers have such directions, so they are taken one by one.
+    """
+    gap = (1 - sigma).clamp(min=0)
+    eps = torch.finfo(torch.float64).eps
+    near = gap < min(0.1, 1e4 * eps / torch.finfo(precision).eps)
+    if not near.any():
+        return p, gap, qh
+    p, qh = p.clone(), qh.clone()
+    for layer in near.any(1).nonzero().flatten().tolist():
+        columns = near[layer].nonzero().flatten()
+        a, b = first[layer], second[layer]
+        right = qh[layer, columns].T
+        along = a.T @ (b @ right)
+        residual = b @ right - a @ along
+        residual = residual - a @ (a.T @ residual)  # rounding left a part of `A` in it
+        _, sines, turn = torch.linalg.svd(residual, full_matrices=False)
+        cosines = (1 - sines.square()).clamp(min=0).sqrt()
+        p[layer, :, columns] = (along @ turn.T) / cosines
+        qh[layer, columns] = turn @ qh[layer, columns]
+        gap[layer, columns] = sines.square() / (1 + cosines)
+    return p, gap, qh
 
 
 def _real(values: Tensor, tolerance: float) -> Tensor:

@@ -8,6 +8,7 @@ from safemerge_pl.methods.knots_ties import KnOTSTies as KnOTSTies
 from safemerge_pl.methods.nufilt import NUFILT as NUFILT
 from safemerge_pl.methods.opcm import OPCM as OPCM
 from safemerge_pl.methods.safe_merge import SafeMerge as SafeMerge
+from safemerge_pl.methods.safe_share import SafeShare as SafeShare
 from safemerge_pl.methods.task_arithmetic import NaiveAccumulation as NaiveAccumulation
 from safemerge_pl.methods.task_arithmetic import TaskArithmetic as TaskArithmetic
 from safemerge_pl.methods.ties import TiesMerging as TiesMerging
@@ -23,6 +24,7 @@ __all__ = [
     "MergeMethod",
     "NaiveAccumulation",
     "SafeMerge",
+    "SafeShare",
     "Stack",
     "StackResult",
     "TaskArithmetic",

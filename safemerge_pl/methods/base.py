@@ -40,6 +40,7 @@ class Stack:
         merged: :math:`\theta^{merged}_{t-1}`, ``(L, d_out, d_in)``.
         incoming: :math:`\theta_t`, ``(L, d_out, d_in)``.
         cache: lives as long as the stream, or longer on disk; for what depends on ``pretrained`` and the name alone.
+        counts: how many tasks have changed each layer, this one included; left out, all so far have.
     """
 
     layers: tuple[str, ...]
@@ -48,6 +49,13 @@ class Stack:
     merged: Tensor
     incoming: Tensor
     cache: MutableMapping[str, Tensor] = field(default_factory=dict)
+    counts: tuple[int, ...] = ()
+
+    @cached_property
+    def task_counts(self) -> Tensor:
+        """:attr:`counts` in a form that divides a stack, ``(L, 1, 1)``, at least 1."""
+        counts = self.counts or (self.index,) * len(self.layers)
+        return torch.tensor(counts, dtype=torch.float32, device=self.pretrained.device).clamp_(min=1)[:, None, None]
 
     @cached_property
     def task_vector(self) -> Tensor:
@@ -96,6 +104,9 @@ class MergeMethod(ABC):
 
     elementwise: ClassVar[bool] = False
     """Whether :meth:`fold_rest` treats every entry by itself: it then gets a large tensor in parts, a few rows each."""
+
+    max_response: ClassVar[float | None] = None
+    """Bound on the response of the accumulated vector where the user gives none; ``None`` bounds nothing."""
 
     label: ClassVar[str]
     """Name in tables and figures."""

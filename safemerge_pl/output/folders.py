@@ -12,32 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safemerge_pl.checkpoints.open import CheckpointError
+from safemerge_pl.output.files import STATE_FILE, is_weights
 from safemerge_pl.output.locks import BusyError, output_lock
+from safemerge_pl.output.state import read_state
 
-__all__ = [
-    "STATE_FILE",
-    "STATE_FORMAT",
-    "check_output",
-    "nearest",
-    "read_state",
-    "require_format",
-    "require_space",
-    "staged_folder",
-]
-
-STATE_FILE = "merge_state.json"
-
-STATE_FORMAT = 2
-"""Of the state file; format 1 had hashes that were taken in another way."""
-
-_WEIGHTS = tuple(
-    f"{stem}{ending}"
-    for stem in ("model", "open_clip_model", "merge_master")
-    for ending in (".safetensors", "-?????-of-?????.safetensors", ".safetensors.index.json")
-)
+__all__ = ["check_output", "nearest", "recover_output", "require_space", "staged_folder"]
 
 
 def check_output(folder: Path, inputs: tuple[Path, ...] = ()) -> None:
@@ -48,7 +29,7 @@ def check_output(folder: Path, inputs: tuple[Path, ...] = ()) -> None:
     Raises:
         CheckpointError: if the folder holds something else, is or lies in an input, or cannot be written.
     """
-    _recover(folder)
+    recover_output(folder)
     resolved = folder.resolve()
     if resolved == Path.cwd() or resolved in Path.cwd().parents:
         raise CheckpointError(f"the output {folder} is or holds the current folder; name another folder.")
@@ -114,38 +95,22 @@ def staged_folder(folder: Path) -> Iterator[Path]:
         ) from error
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """The state of an earlier merge.
-
-    Raises:
-        CheckpointError: if the folder holds none.
-    """
-    _recover(folder)
-    path = folder / STATE_FILE
-    if not path.exists():
-        raise CheckpointError(f"{folder} holds no {STATE_FILE}: it is not the output of a merge.")
-    try:
-        state = json.loads(path.read_text())
-        version = state["format"]
-        whole = version != STATE_FORMAT or {"reference", "merged", "method", "reports"} <= state.keys()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); fold again from the last whole output.") from error
-    require_format(version, str(path))
-    if not whole:
-        raise CheckpointError(f"{path} is incomplete; fold again from the last whole output.")
-    complete: dict[str, Any] = state
-    return complete
-
-
-def require_format(version: object, source: str) -> None:
-    """Refuse the state of an earlier or a later version.
-
-    Raises:
-        CheckpointError: with what to do about it.
-    """
-    if version != STATE_FORMAT:
-        remedy = "fold again from the pretrained model" if version == 1 else "use a newer safemerge_pl"
-        raise CheckpointError(f"{source} has format {version}, this version reads format {STATE_FORMAT}; {remedy}.")
+def recover_output(folder: Path) -> None:
+    """Bring back an earlier output that a kill between the two renames of an exchange left aside."""
+    folder = folder.resolve()
+    for _ in range(100):
+        aside = [path for path in _beside(folder, "old") if (path / STATE_FILE).exists()]
+        if not folder.name or folder.exists() or not aside:
+            return
+        try:
+            with output_lock(folder):
+                if not folder.exists():
+                    os.rename(aside[-1], folder)
+            return
+        except BusyError:  # a living process is between its two renames
+            time.sleep(0.02)
+        except (CheckpointError, OSError):  # a reader who may not write there
+            return
 
 
 def nearest(path: Path) -> Path:
@@ -202,7 +167,7 @@ def _complete(staging: Path, folder: Path) -> None:
         ours = set(read_state(folder).get("files", ()))
         for path in folder.iterdir():
             # weights are never carried over: an earlier shard beside new ones would be read with them
-            if path.name in ours or (staging / path.name).exists() or any(map(path.match, _WEIGHTS)):
+            if path.name in ours or (staging / path.name).exists() or is_weights(path):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.copytree(path, staging / path.name, symlinks=True)
@@ -219,24 +184,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _recover(folder: Path) -> None:
-    """Bring back an earlier output that a kill between the two renames of :func:`_swap` left aside."""
-    folder = folder.resolve()
-    for _ in range(100):
-        aside = [path for path in _beside(folder, "old") if (path / STATE_FILE).exists()]
-        if not folder.name or folder.exists() or not aside:
-            return
-        try:
-            with output_lock(folder):
-                if not folder.exists():
-                    os.rename(aside[-1], folder)
-            return
-        except BusyError:  # a living process is between its two renames
-            time.sleep(0.02)
-        except (CheckpointError, OSError):  # a reader who may not write there
-            return
 
 
 def _swap(staging: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The ledger of an output: one line of strict JSON a fold, never rewritten."""
+"""The ledger of an output: one line of strict JSON per fold, never rewritten."""
 
 import itertools
 import json
@@ -9,11 +9,9 @@ from typing import Any
 
 from safemerge_pl.checkpoints.open import Checkpoint
 from safemerge_pl.folding.report import FoldReport
-from safemerge_pl.version import __version__
+from safemerge_pl.output.files import LEDGER_FILE
 
-__all__ = ["LEDGER_FILE", "continued", "ledger_line", "provenance", "read_ledger"]
-
-LEDGER_FILE = "merge_ledger.jsonl"
+__all__ = ["continue_ledger", "ledger_line", "provenance", "read_ledger"]
 
 
 def ledger_line(report: FoldReport, method: str, settings: dict[str, Any]) -> str:
@@ -31,6 +29,7 @@ def ledger_line(report: FoldReport, method: str, settings: dict[str, Any]) -> st
         "method": method,
         "settings": settings,
         "kept_fraction": report.kept_fraction,
+        **({} if report.response is None else {"response": report.response, "scale": report.scale}),
         "loss_first": report.losses[0] if report.losses else None,
         "loss_last": report.losses[-1] if report.losses else None,
         "seconds": report.seconds,
@@ -41,6 +40,8 @@ def ledger_line(report: FoldReport, method: str, settings: dict[str, Any]) -> st
 
 def provenance(checkpoint: Checkpoint) -> dict[str, str | None]:
     """Where a model lay (resolved), its commit if it came from the hub, the time, and this package's version."""
+    from safemerge_pl.version import __version__
+
     place = checkpoint.folder or Path(checkpoint.source)
     known = checkpoint.folder is not None or place.exists()
     return {
@@ -57,12 +58,12 @@ def read_ledger(folder: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
-def continued(earlier: Sequence[str], lines: Sequence[str]) -> list[str]:
-    """Earlier lines verbatim, as far as they tell of the same folds, and new ones for the rest.
+def continue_ledger(earlier: Sequence[str], lines: Sequence[str]) -> list[str]:
+    """Keep earlier lines verbatim as far as they tell of the same folds, and add new ones for the rest.
 
     Example:
         >>> old = ['{"index": 1, "merged": "a", "note": "by hand"}']
-        >>> continued(old, ['{"index": 1, "merged": "a"}', '{"index": 2, "merged": "b"}'])
+        >>> continue_ledger(old, ['{"index": 1, "merged": "a"}', '{"index": 2, "merged": "b"}'])
         ['{"index": 1, "merged": "a", "note": "by hand"}', '{"index": 2, "merged": "b"}']
     """
     pairs = itertools.takewhile(lambda pair: _fold(pair[0]) == _fold(pair[1]), zip(earlier, lines, strict=False))

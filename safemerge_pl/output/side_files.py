@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
+from safemerge_pl.output.files import CARD_FILE, LEDGER_FILE, STATE_FILE
 
 __all__ = ["OutputDtype", "copy_side_files", "output_notes", "side_files"]
 
 OutputDtype = Literal["same", "float32", "bfloat16", "float16"]
 _WEIGHTS = (*WEIGHT_ENDINGS, ".pkl", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf")
 _TEXT = (".json", ".txt", ".jinja", ".model", ".md")
-_OURS = ("merge_state.json", "merge_ledger.jsonl", "README.md")
+_OURS = (STATE_FILE, LEDGER_FILE, CARD_FILE)
 _MOST = 64 * 2**20
 _STALE = ("quantization_config", "compression_config", "_name_or_path", "_commit_hash")
 """What a configuration says of weights that are not those of the output."""
@@ -60,7 +61,7 @@ def copy_side_files(base: Path, staging: Path, dtype: OutputDtype, *, code: bool
         target = staging / path
         target.parent.mkdir(parents=True, exist_ok=True)
         settings = _settings(base / path) if path.name.endswith("config.json") and path.parent == Path() else None
-        adapted = None if settings is None else _adapted(settings, path.name == "config.json", dtype, code)
+        adapted = None if settings is None else _adapt(settings, path.name == "config.json", dtype, code)
         if adapted == settings:
             shutil.copyfile(base / path, target)
         else:
@@ -116,17 +117,17 @@ def _settings(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _adapted(
+def _adapt(
     settings: dict[str, Any], is_model: bool, dtype: OutputDtype, code: bool, *, tower: bool = False
 ) -> dict[str, Any]:
-    """A configuration that fits the new weights; those of its towers are adapted likewise."""
+    """Make a configuration fit the new weights, and those of its towers likewise."""
     dropped = {*(_STALE if is_model else ()), *(() if code else ("auto_map",))}
     found = {key: value for key, value in settings.items() if key not in dropped}
     if not is_model:
         return found
     for key, value in found.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            found[key] = _adapted(value, True, dtype, code, tower=True)
+            found[key] = _adapt(value, True, dtype, code, tower=True)
     if dtype != "same" and (not tower or {"dtype", "torch_dtype"} & found.keys()):
         found.pop("torch_dtype", None)
         found["dtype"] = dtype

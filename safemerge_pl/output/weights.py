@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError
-from safemerge_pl.checkpoints.tensors import DTYPES
+from safemerge_pl.checkpoints.open import CheckpointError
+from safemerge_pl.checkpoints.safetensors_files import DTYPES
 
-__all__ = ["TensorSpec", "parse_size", "tied_names", "write_weights"]
+__all__ = ["TensorSpec", "parse_size", "write_weights"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -88,19 +88,6 @@ def write_weights(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def tied_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Further names of tensors in memory that are one and the same -> the first name."""
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
-    aliases: dict[str, str] = {}
-    for name in checkpoint:
-        place = checkpoint.storage(name)
-        if place is not None:
-            known = first.setdefault((place, checkpoint.shape(name)), name)
-            if known != name:
-                aliases[name] = known
-    return aliases
 
 
 def _write_file(path: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]) -> None:

@@ -1,34 +1,32 @@
 """What a run leaves behind: tables, figures and machine-readable files, from plain rows.
 
 A *report* is a dictionary of plain values: ``tasks``, ``controls``, ``method``, ``references`` (name -> row) and
-``steps`` (one row a merge). A row has ``ACC``, ``Gen``, ``H``, ``BWT`` where defined and ``accuracies`` by set, all
+``steps`` (one row per merge). A row has ``ACC``, ``Gen``, ``H``, ``BWT`` where defined and ``accuracies`` by set, all
 shares in [0, 1].
 """
 
 from typing import TYPE_CHECKING, Any
 
+from safemerge_pl.functional import SCORES
+
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = [
-    "console_table",
-    "markdown",
-    "matrix_figure",
-    "stream_figure",
-]
+__all__ = ["console_table", "markdown", "matrix_figure", "stream_figure"]
 
 Report = dict[str, Any]
-_COLUMNS = ("ACC", "Gen", "H", "BWT")
 _BLUE, _RED, _GREEN, _GREY = "#2563eb", "#dc2626", "#059669", "#6b7280"
 
 
 def table_rows(report: Report) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of the closing table: pretrained, individual, and the merge after its last task."""
+    """The rows of the closing table: pretrained, individual, the merge after its last task, and other methods."""
     names = {"pretrained": "Pre-trained", "individual": "Individual"}
     rows = [(names.get(key, key), row) for key, row in report["references"].items()]
     if report["steps"]:
         rows.append((report["method"]["name"], report["steps"][-1]))
+    rows += report.get("compared", {}).items()
     return rows
 
 
@@ -42,7 +40,7 @@ def console_table(report: Report) -> "Table":
     table.add_column("")
     for name, _ in rows:
         table.add_column(name, justify="right")
-    for column in _COLUMNS:
+    for column in SCORES:
         table.add_row(column, *(_percent(row.get(column)) for _, row in rows), style="bold")
     for kind in ("tasks", "controls"):
         table.add_section()
@@ -56,15 +54,18 @@ def markdown(report: Report) -> str:
     rows = table_rows(report)
     lines = [f"# {report['method']['name']} on {len(report['tasks'])} tasks", "", "Accuracy in percent.", ""]
     lines += ["| | " + " | ".join(name for name, _ in rows) + " |", "|---|" + "---:|" * len(rows)]
-    for column in _COLUMNS:
+    for column in SCORES:
         lines.append(f"| **{column}** | " + " | ".join(_percent(row.get(column)) for _, row in rows) + " |")
     for name in (*report["tasks"], *report["controls"]):
         lines.append(f"| {name} | " + " | ".join(_percent(row["accuracies"].get(name)) for _, row in rows) + " |")
-    lines += ["", "## After each merge", "", "| # | task | own | ACC | Gen | H | BWT | kept | fold s | score s |"]
-    lines.append("|---:|---|" + "---:|" * 8)
+    bounded = any("scale" in step for step in report["steps"])
+    heads = ["own", *SCORES, "kept", *(["deployed"] if bounded else []), "fold s", "score s"]
+    lines += ["", "## After each merge", "", f"| # | task | {' | '.join(heads)} |"]
+    lines.append("|---:|---|" + "---:|" * len(heads))
     for step in report["steps"]:
-        cells = [_percent(step["accuracies"].get(step["task"])), *(_percent(step.get(column)) for column in _COLUMNS)]
-        cells += [_percent(step["kept_fraction"]), f"{step['fold_seconds']:.2f}", f"{step['score_seconds']:.1f}"]
+        cells = [_percent(step["accuracies"].get(step["task"])), *(_percent(step.get(column)) for column in SCORES)]
+        cells += [_percent(step["kept_fraction"]), *([_percent(step.get("scale", 1.0))] if bounded else [])]
+        cells += [f"{step['fold_seconds']:.2f}", f"{step['score_seconds']:.1f}"]
         lines.append(f"| {step['step']} | {step['task']} | " + " | ".join(cells) + " |")
     lines += ["", "![accuracy matrix](matrix.png)", "", "![stream](stream.png)", "", "## How it was made", ""]
     settings = ", ".join(f"{key}={value}" for key, value in report["method"]["settings"].items())
@@ -82,6 +83,8 @@ def matrix_figure(report: Report) -> "Figure":
     names = [*report["tasks"], *report["controls"]]
     rows = [("pretrained", report["references"]["pretrained"])] if "pretrained" in report["references"] else []
     rows += [(f"{step['step']}  + {step['task']}", step) for step in report["steps"]]
+    own = len(rows)
+    rows += report.get("compared", {}).items()
     values = [[100 * row["accuracies"].get(name, float("nan")) for name in names] for _, row in rows]
     figure = Figure(figsize=(2.6 + 0.72 * len(names), 1.9 + 0.42 * max(len(rows), 1)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -91,6 +94,8 @@ def matrix_figure(report: Report) -> "Figure":
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     if report["controls"]:
         axes.axvline(len(report["tasks"]) - 0.5, color="white", linewidth=3)
+    if own < len(rows):
+        axes.axhline(own - 0.5, color="white", linewidth=3)
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             if value == value:
@@ -103,30 +108,58 @@ def matrix_figure(report: Report) -> "Figure":
 
 
 def stream_figure(report: Report) -> "Figure":
-    """ACC, Gen. and H over the number of merged tasks, with the pretrained model's Gen. as reference."""
+    """ACC, Gen. and H over the number of merged tasks, and BWT below.
+
+    The pretrained model's Gen. and H are dashed lines; where other methods end is marked at the right.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    figure = Figure(figsize=(7.2, 5.0), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for column, colour, marker in (("ACC", _BLUE, "o"), ("Gen", _GREEN, "s"), ("H", _RED, "^")):
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    colours = dict(zip(SCORES, (_BLUE, _GREEN, _RED, _GREY), strict=True))
+    for column, marker in zip(SCORES, "os^D", strict=True):
         points = [(step["step"], 100 * step[column]) for step in report["steps"] if column in step]
         if points:
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=column)
+            panel = below if column == "BWT" else axes
+            panel.plot(*zip(*points, strict=True), color=colours[column], marker=marker, label=column)
     pretrained = report["references"].get("pretrained", {})
-    if "Gen" in pretrained:
-        axes.axhline(100 * pretrained["Gen"], color=_GREY, linestyle="--", linewidth=1, label="Gen, pretrained")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("merged tasks")
+    for column in ("Gen", "H"):
+        if column in pretrained:
+            label = f"{column}, pretrained"
+            axes.axhline(100 * pretrained[column], color=colours[column], linestyle="--", linewidth=1, label=label)
+    _mark_others(axes, report, colours["H"])
+    below.axhline(0, color=_GREY, linewidth=0.8)
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.set_xlabel("merged tasks")
+    below.set_ylabel("BWT (points)")
     axes.set_ylabel("%")
     axes.set_title(f"Merge stream, {report['method']['name']}", fontsize=11)
-    axes.grid(alpha=0.3)
+    for panel in (axes, below):
+        panel.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(ncols=4, fontsize=8, loc="lower center")
+        axes.legend(ncols=5, fontsize=8, loc="lower center")
     axes.set_ylim(bottom=0)
     return figure
+
+
+def _mark_others(axes: "Axes", report: Report, colour: str) -> None:
+    """The H with which other methods end, each with its name, spread so that the names do not cover each other."""
+    found = sorted((100 * row["H"], name) for name, row in report.get("compared", {}).items() if "H" in row)
+    end, low = len(report["steps"]), float("-inf")
+    for value, name in found:
+        low = max(value, low + 2.2)
+        axes.plot(end, value, marker="x", color=colour, linestyle="none")
+        axes.annotate(
+            f"H, {name}",
+            (end, value),
+            xytext=(1.01, low),
+            textcoords=("axes fraction", "data"),
+            fontsize=7,
+            va="center",
+        )
 
 
 def _percent(value: float | None) -> str:

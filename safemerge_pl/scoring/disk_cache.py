@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from safemerge_pl.backbones.base import Backbone
+from safemerge_pl.backbones.base import Backbone, cache_key
 from safemerge_pl.checkpoints.open import fingerprint
 from safemerge_pl.runtime.disk_cache import cache_folder, kept_file
 from safemerge_pl.runtime.files import write_json
 from safemerge_pl.version import __version__
 
-__all__ = ["keep_score", "kept_score", "place_of_score"]
+__all__ = ["keep_score", "read_score", "score_file"]
 
 
-def place_of_score(backbone: Backbone, examples: Any) -> Path | None:
+def score_file(backbone: Backbone, examples: Any) -> Path | None:
     """File of a score, under a hash of all weights, the head's texts, the set's files, device and versions.
 
     Args:
@@ -35,7 +35,7 @@ def place_of_score(backbone: Backbone, examples: Any) -> Path | None:
         return None
     stats = [(file["filename"], os.stat(file["filename"])) for file in files]
     content = [
-        *(__version__, torch.__version__, backbone.spec(), text),
+        *(__version__, torch.__version__, cache_key(backbone), text),
         fingerprint(backbone.state_dict()),
         next(backbone.parameters()).device.type,
         *(examples.classes, examples.templates, len(examples)),
@@ -44,16 +44,16 @@ def place_of_score(backbone: Backbone, examples: Any) -> Path | None:
     return kept_file("scores", content, "json")
 
 
-def kept_score(place: Path | None) -> float | None:
+def read_score(file: Path | None) -> float | None:
     """A score that was kept; a damaged file is as good as none."""
     try:
-        return None if place is None else float(json.loads(place.read_text())["score"])
+        return None if file is None else float(json.loads(file.read_text())["score"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def keep_score(place: Path | None, score: float) -> None:
-    """Keep a score, unless the place cannot be written: then the next run measures it again."""
-    if place is not None:
+def keep_score(file: Path | None, score: float) -> None:
+    """Keep a score, unless the file cannot be written: then the next run measures it again."""
+    if file is not None:
         with suppress(OSError):
-            write_json(place, {"score": score})
+            write_json(file, {"score": score})

@@ -1,16 +1,19 @@
-"""Rows of a table: what one model scores on every set, and the two rows that every merge is read against."""
+"""Rows of a table: the scores of one model on every set, and the two rows that every merge is compared with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.data.module import StreamDataModule
-from safemerge_pl.scoring.scorer import Scorer, expert_weights, swapped_weights
+from safemerge_pl.functional import summarise
+from safemerge_pl.scoring.scorer import Scorer
+from safemerge_pl.scoring.weights import expert_weights, swapped_weights
 
-__all__ = ["Row", "individual_row", "require_published", "score_row", "summarise"]
+__all__ = ["Row", "individual_row", "measure_references", "require_published", "score_row"]
 
 Row = dict[str, Any]
 """``ACC``, ``Gen`` and ``H`` where defined, and ``accuracies`` by set; plain values."""
@@ -26,16 +29,16 @@ def individual_row(
     scorer: Scorer,
     tower: nn.Module,
     sources: Mapping[str, Source],
-    told: Callable[[str, Row], None] = lambda *_: None,
+    on_expert: Callable[[str, Row], None] = lambda *_: None,
     pretrained: Source | None = None,
 ) -> Row:
-    """Each expert on its own task, and the experts' mean on every control set (METHODS 12).
+    """Each expert on its own task, and the experts' mean on every control set.
 
     Args:
         scorer: of the backbone that holds ``tower``.
         tower: gets each expert's weights for a while.
         sources: the expert of each task.
-        told: called after each expert with its task and row.
+        on_expert: called after each expert with its task and row.
         pretrained: what adapters are put on; the tower itself, if it holds the pretrained weights.
     """
     data = scorer.data
@@ -47,26 +50,51 @@ def individual_row(
         own[task] = scores[task]
         for name in data.controls:
             controls[name].append(scores[name])
-        told(task, {"acc": own[task], **summarise([], [scores[name] for name in data.controls])})
+        on_expert(task, {"acc": own[task], **summarise([], [scores[name] for name in data.controls])})
     return _row({**own, **{name: sum(values) / len(values) for name, values in controls.items()}}, data)
 
 
-def summarise(tasks: Sequence[float], controls: Sequence[float]) -> dict[str, float]:
-    """ACC, Gen. and H of one model that was scored on everything.
+def measure_references(
+    scorer: Scorer,
+    tower: nn.Module,
+    sources: Mapping[str, Source],
+    rows: dict[str, Row],
+    *,
+    wanted: Collection[str] = ("pretrained", "individual"),
+    pretrained: Mapping[str, Tensor] | None = None,
+    within: float | None = None,
+    on_row: Callable[[str, Row], None] = lambda *_: None,
+) -> None:
+    """Measure the two rows that every merge is compared with, as far as they are wanted and not known yet.
 
-    Example:
-        >>> summarise([0.5, 1.0], [0.25, 0.5])
-        {'ACC': 0.75, 'Gen': 0.375, 'H': 0.5}
+    Args:
+        scorer: of the backbone that holds ``tower``.
+        tower: gets the pretrained weights and each expert's for a while.
+        sources: the expert of each task.
+        rows: those known so far; each new one is added as soon as it is measured.
+        wanted: ``"pretrained"``, the pretrained model on all sets; ``"individual"``, see :func:`individual_row`.
+        pretrained: the pretrained weights by the tower's names; left out where the tower holds them.
+        within: how far scores may be off the published ones, see :func:`require_published`.
+        on_row: called with ``"pretrained"``, ``"expert <task>"`` after each expert, and ``"individual"``, and the row.
+
+    Raises:
+        MisconfigurationException: if a score is further off; that of an expert right after it was measured.
     """
-    scores = {}
-    if tasks:
-        scores["ACC"] = sum(tasks) / len(tasks)
-    if controls:
-        scores["Gen"] = sum(controls) / len(controls)
-    if tasks and controls:
-        acc, gen = scores["ACC"], scores["Gen"]
-        scores["H"] = 2 * acc * gen / (acc + gen) if min(acc, gen) > 0 else 0.0
-    return scores
+    data = scorer.data
+    require_published(data, "pretrained", {}, within)  # before anything takes long
+
+    def on_expert(task: str, row: Row) -> None:
+        on_row(f"expert {task}", row)
+        require_published(data, "individual", {task: row["acc"]}, within)
+
+    if "pretrained" in wanted and "pretrained" not in rows:
+        with nullcontext() if pretrained is None else swapped_weights(tower, pretrained):
+            rows["pretrained"] = score_row(scorer)
+        on_row("pretrained", rows["pretrained"])
+        require_published(data, "pretrained", rows["pretrained"]["accuracies"], within)
+    if "individual" in wanted and "individual" not in rows:
+        rows["individual"] = individual_row(scorer, tower, sources, on_expert, pretrained)
+        on_row("individual", rows["individual"])
 
 
 def require_published(data: StreamDataModule, kind: str, found: Mapping[str, float], within: float | None) -> None:

@@ -8,206 +8,15 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from safetensors import safe_open
-from torch import nn
+from tiny_families import DECODER, FAMILIES, Shapes, hf, in_memory, llava, on_disk, shifted
 
-from safemerge_pl.architectures.families import block_of, known
-from safemerge_pl.architectures.layers import passed_over, select_layers, vision_only
+from safemerge_pl.architectures.families import block_of, is_known
+from safemerge_pl.architectures.layers import find_unknown, select_layers, vision_only
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # DeBERTa before transformers 5.24
-
-Shapes = dict[str, tuple[int, ...]]
-
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT = SIZES | {"vocab_size": 32, "max_position_embeddings": 16}
-DECODER = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-IMAGE = SIZES | {"image_size": 16, "patch_size": 8}
-SEQUENCE = {
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
-    "vocab_size": 32,
-}
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-
-QKVO = {"q", "k", "v", "out"}
-PLAIN, GATED = QKVO | {"up"}, QKVO | {"up", "gate"}
-CROSS = {f"cross.{part}" for part in QKVO}
-
-
-def hf(name: str, **config: Any) -> Callable[[], nn.Module]:
-    """A model of a transformers class, with random weights."""
-
-    def build() -> nn.Module:
-        import transformers
-
-        model_class = getattr(transformers, name)
-        with tiny.seeded():
-            return model_class(model_class.config_class(**config)).eval()
-
-    return build
-
-
-# class, configuration, parts merged in a block, what stays pretrained in a block
-FAMILIES: dict[str, tuple[Callable[[], nn.Module], set[str], set[str]]] = {
-    "BERT": (hf("BertModel", **TEXT), PLAIN, {"output.dense"}),
-    "RoBERTa": (hf("RobertaForSequenceClassification", **TEXT), PLAIN, {"output.dense"}),
-    "DeBERTa": (hf("DebertaV2Model", **TEXT), PLAIN, {"output.dense"}),
-    "DistilBERT": (
-        hf("DistilBertModel", dim=16, hidden_dim=24, n_layers=2, n_heads=4, vocab_size=32),
-        PLAIN,
-        {"ffn.lin2"},
-    ),
-    "ModernBERT": (
-        hf("ModernBertModel", **TEXT, **dict.fromkeys(SPECIAL, 1), cls_token_id=1, sep_token_id=2),
-        GATED,
-        {"mlp.Wo"},
-    ),
-    "ViT": (hf("ViTForImageClassification", **IMAGE), PLAIN, {"output.dense", "mlp.fc2"}),
-    "BEiT": (hf("BeitModel", **IMAGE), PLAIN, {"output.dense", "mlp.fc2"}),
-    "DINOv2": (
-        hf("Dinov2Model", **(IMAGE | {"mlp_ratio": 2})),
-        PLAIN,
-        {"mlp.fc2"},
-    ),
-    "DINOv2, gated": (
-        hf("Dinov2Model", **(IMAGE | {"use_swiglu_ffn": True})),
-        GATED,
-        {"mlp.weights_out"},
-    ),
-    "DINOv3": (hf("DINOv3ViTModel", **IMAGE), PLAIN, {"mlp.down_proj"}),
-    "SigLIP": (hf("SiglipVisionModel", **IMAGE), PLAIN, {"mlp.fc2"}),
-    "BLIP": (hf("BlipVisionModel", **IMAGE), PLAIN, {"mlp.fc2"}),
-    "wav2vec 2.0": (
-        hf(
-            "Wav2Vec2Model",
-            **SIZES,
-            conv_dim=(8, 8),
-            conv_kernel=(3, 3),
-            conv_stride=(2, 2),
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-        ),
-        PLAIN,
-        {"feed_forward.output_dense"},
-    ),
-    "OPT": (
-        hf("OPTModel", hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=16),
-        PLAIN,
-        {"fc2"},
-    ),
-    "Mistral": (hf("MistralForCausalLM", **DECODER), GATED, {"mlp.down_proj"}),
-    "Qwen3": (hf("Qwen3ForCausalLM", **DECODER), GATED, {"mlp.down_proj"}),
-    "Gemma 2": (hf("Gemma2ForCausalLM", **DECODER), GATED, {"mlp.down_proj"}),
-    "Phi": (hf("PhiForCausalLM", **DECODER), PLAIN, {"mlp.fc2"}),
-    "Phi-3": (hf("Phi3ForCausalLM", **DECODER), GATED, {"mlp.down_proj"}),
-    "StarCoder2": (hf("Starcoder2ForCausalLM", **DECODER), PLAIN, {"mlp.c_proj"}),
-    "GPT-J": (
-        hf("GPTJModel", n_embd=16, n_layer=2, n_head=4, vocab_size=32, rotary_dim=4, **SPECIAL),
-        PLAIN,
-        {"mlp.fc_out"},
-    ),
-    "GPT-Neo": (
-        hf(
-            "GPTNeoModel",
-            hidden_size=16,
-            num_layers=2,
-            num_heads=4,
-            vocab_size=32,
-            attention_types=[[["global", "local"], 1]],
-            **SPECIAL,
-        ),
-        PLAIN,
-        {"mlp.c_proj"},
-    ),
-    "Whisper": (
-        hf("WhisperModel", **SEQUENCE, **SPECIAL, max_source_positions=8, max_target_positions=8),
-        PLAIN | CROSS,
-        {"fc2"},
-    ),
-    "BART": (hf("BartModel", **SEQUENCE, **SPECIAL, max_position_embeddings=16), PLAIN | CROSS, {"fc2"}),
-    "Mixtral": (
-        hf("MixtralForCausalLM", **DECODER, num_local_experts=2),
-        QKVO | {f"expert{e}.{part}" for e in (0, 1) for part in ("gate", "up")},
-        {"block_sparse_moe.gate", "block_sparse_moe.experts.0.w2", "block_sparse_moe.experts.1.w2"},
-    ),
-    "Qwen2-MoE": (
-        hf(
-            "Qwen2MoeForCausalLM",
-            **DECODER,
-            num_experts=2,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=24,
-        ),
-        QKVO
-        | {f"expert{e}.{part}" for e in (0, 1) for part in ("gate", "up")}
-        | {f"shared.{part}" for part in ("gate", "up")},
-        {"mlp.gate", "mlp.shared_expert.down_proj", "mlp.experts.0.down_proj", "mlp.experts.1.down_proj"},
-    ),
-    "DeepSeek-V3": (
-        hf(
-            "DeepseekV3ForCausalLM",
-            **(DECODER | {"num_key_value_heads": 4}),
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=4,
-            v_head_dim=4,
-            n_routed_experts=2,
-            n_shared_experts=1,
-            num_experts_per_tok=1,
-            n_group=1,
-            topk_group=1,
-            moe_intermediate_size=24,
-            first_k_dense_replace=1,
-        ),
-        {"q_a", "q_b", "kv_a", "kv_b", "out", "gate", "up"}
-        | {f"{where}.{part}" for where in ("expert0", "expert1", "shared") for part in ("gate", "up")},
-        {"mlp.gate", "mlp.down_proj", "mlp.shared_experts.down_proj"} | {f"mlp.experts.{e}.down_proj" for e in (0, 1)},
-    ),
-    "Swin": (
-        hf("SwinModel", image_size=16, patch_size=4, embed_dim=8, depths=[1, 2], num_heads=[2, 2], window_size=2),
-        PLAIN,
-        {"output.dense", "downsample.reduction"},
-    ),
-    "torch": (
-        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 24), 2),
-        PLAIN | CROSS,
-        {"linear2"},
-    ),
-    "timm EVA": (
-        lambda: _timm("eva02_base_patch14_224", img_size=28, embed_dim=16, depth=2, num_heads=4),
-        GATED,
-        {"mlp.fc2"},
-    ),
-}
-
-
-def _timm(name: str, **sizes: Any) -> nn.Module:
-    import timm
-
-    with tiny.seeded():
-        return timm.create_model(name, pretrained=False, num_classes=2, **sizes).eval()
-
-
-def on_disk(model: nn.Module, folder: Path) -> Shapes:
-    """Shapes as the model's own library writes them."""
-    if not hasattr(model, "save_pretrained"):
-        return in_memory(model)
-    model.save_pretrained(folder)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-
-
-def in_memory(model: nn.Module) -> Shapes:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def matrices_in_blocks(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
@@ -221,7 +30,7 @@ def parts(shapes: Shapes) -> set[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_of_a_block_is_merged_or_left_on_purpose(family: str, tmp_path: Path) -> None:
-    """L5: no family is merged by half without a word."""
+    """No family is merged by half without a word."""
     build, merged, left = FAMILIES[family]
     shapes = on_disk(build(), tmp_path)
     layers = select_layers(shapes)
@@ -231,7 +40,7 @@ def test_every_matrix_of_a_block_is_merged_or_left_on_purpose(family: str, tmp_p
     places = {re.sub(r"^.*(?:layers?|blocks?|h)\.\d+\.|\.weight$", "", name) for name in others}
     assert {place for place in places if "relative_position" not in place} <= left
     assert others, "the output side of the feed-forward stays pretrained"
-    assert passed_over(layers, shapes) == []
+    assert find_unknown(layers, shapes) == []
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"Mixtral", "Qwen2-MoE", "DeepSeek-V3"}))
@@ -243,7 +52,7 @@ def test_a_model_in_memory_has_the_canonical_names_of_its_file(family: str, tmp_
 
 
 def test_fused_heads_of_unequal_number_are_cut_where_the_model_cuts_them() -> None:
-    """L6: Phi-3 has q of all heads, then k and v of fewer."""
+    """Phi-3 has q of all heads, then k and v of fewer."""
     model: Any = hf("Phi3ForCausalLM", **DECODER)()
     layers = {layer.name: layer for layer in select_layers(in_memory(model))}
     rows = {part: layers[f"model.0.{part}"].rows for part in ("q", "k", "v", "gate", "up")}
@@ -265,7 +74,7 @@ def test_fused_heads_of_unequal_number_are_cut_where_the_model_cuts_them() -> No
     ],
 )
 def test_heads_fused_in_an_order_that_the_name_does_not_tell_are_refused(name: str, shape: tuple[int, int]) -> None:
-    """L6; the way out takes the matrix whole."""
+    """The way out takes the matrix whole."""
     shapes = {name: shape, "transformer.h.0.mlp.dense_h_to_4h.weight": (64, 16)}
     with pytest.raises(ValueError, match=rf"`{re.escape(name)}` holds q, k and v .*`layers`"):
         select_layers(shapes)
@@ -278,24 +87,8 @@ def test_gpt_neo_shares_a_name_with_gpt2_but_stores_it_upright() -> None:
     assert (layers["model.0.up"].shape, layers["model.0.up"].transposed) == ((64, 16), False)
 
 
-def llava() -> Any:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**IMAGE), text_config=LlamaConfig(**DECODER), image_token_index=5
-    )
-    with tiny.seeded():
-        return LlavaForConditionalGeneration(config)
-
-
-def shifted(model: nn.Module) -> nn.Module:
-    """A fine-tune: the model itself, changed."""
-    model.load_state_dict(tiny.tuned(model.state_dict(), 1))
-    return model
-
-
 def test_of_a_vision_language_model_both_sides_are_merged(tmp_path: Path) -> None:
-    """A CLIP's text tower stays out (L3); a language model that a vision tower feeds is what was fine-tuned."""
+    """A CLIP's text tower stays out; a language model that a vision tower feeds is what was fine-tuned."""
     model = llava()
     for shapes in (in_memory(model), on_disk(model, tmp_path)):
         towers = {layer.name.partition(".")[0] for layer in select_layers(shapes)}
@@ -315,7 +108,6 @@ def test_of_a_vision_language_model_both_sides_are_merged(tmp_path: Path) -> Non
     ],
 )
 def test_a_text_tower_stays_out_and_a_language_model_does_not(names: list[str], towers: int) -> None:
-    """L3."""
     assert len(vision_only([f"{name}.0.mlp.fc1.weight" for name in names])) == towers
 
 
@@ -325,7 +117,7 @@ def test_a_text_tower_stays_out_and_a_language_model_does_not(names: list[str], 
     ids=["LLaVA", "ViT", "DINOv2", "Swin"],
 )
 def test_a_model_in_memory_and_its_file_give_one_merge(build: Callable[[], Any], tmp_path: Path) -> None:
-    """D4: transformers 5 has other names in memory than in files."""
+    """Transformers 5 has other names in memory than in files."""
     base, expert = build(), shifted(build())
     base.save_pretrained(tmp_path / "base")
     expert.save_pretrained(tmp_path / "expert")
@@ -398,7 +190,7 @@ def test_factors_for_the_language_model_of_a_vision_language_model_find_their_pl
 
 
 def test_a_table_of_position_biases_is_no_linear_layer() -> None:
-    """L4: Swin's are looked up."""
+    """Swin's are looked up."""
     shapes = in_memory(FAMILIES["Swin"][0]())
     assert any("bias_table" in name for name in shapes)
     assert not any("bias_table" in layer.parameter for layer in select_layers(shapes, scope="linear"))
@@ -410,7 +202,7 @@ def test_encoder_and_decoder_are_called_so() -> None:
 
 
 def test_what_is_passed_over_is_said_at_the_first_fold_and_only_then() -> None:
-    """L7: packed experts of a model in memory."""
+    """Packed experts of a model in memory."""
     model = FAMILIES["Mixtral"][0]()
     tuned = tiny.tuned(model.state_dict(), 1)
     merger = ContinualMerger(model, tiny.fast_method())
@@ -441,4 +233,4 @@ def test_a_merged_folder_loads_with_the_family_s_own_class(family: str, tmp_path
     "name", ["layers.0.mixer.conv1d.weight", "layers.0.input_layernorm.weight", "layers.0.mlp.router.weight"]
 )
 def test_what_is_no_matrix_is_not_reported(name: str) -> None:
-    assert known(name, (8, 8))
+    assert is_known(name, (8, 8))

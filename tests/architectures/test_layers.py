@@ -1,8 +1,7 @@
-"""Which matrices are merged, on real tiny models of every family; views into them; stacks."""
+"""Which matrices are merged, on real tiny models of every family; views into them."""
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import tiny
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from safemerge_pl.architectures.layers import MergeLayer, plan_stacks, select_layers
+from safemerge_pl.architectures.layers import MergeLayer, select_layers
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -55,7 +54,6 @@ def test_a_vision_tower_has_the_same_canonical_names_in_every_library(build: Cal
 
 
 def test_the_vision_model_prefix_that_came_and_went_does_not_matter() -> None:
-    """D4."""
     bare = select_layers(shapes_of(tiny.hf_vision()))
     legacy = select_layers({f"vision_model.{name}": shape for name, shape in shapes_of(tiny.hf_vision()).items()})
     assert [layer.name for layer in legacy] == [layer.name for layer in bare]
@@ -66,19 +64,18 @@ def test_the_vision_model_prefix_that_came_and_went_does_not_matter() -> None:
     ("build", "tower"), [(tiny.hf_clip, "vision_model."), (tiny.open_clip_model, "visual.")], ids=["hf", "open_clip"]
 )
 def test_only_the_vision_tower_of_two_is_merged(build: Callable[[], nn.Module], tower: str) -> None:
-    """L3."""
     assert all(layer.parameter.startswith(tower) for layer in selected(build()).values())
 
 
 def test_clip_merges_attention_and_the_first_feed_forward_matrix_only() -> None:
-    """METHODS 9.1; E8: the patch embedding is a convolution and stays out, and so do position embeddings."""
+    """The patch embedding is a convolution and stays out, and so do position embeddings."""
     parts = {layer.parameter.split(".", 3)[3] for layer in selected(tiny.hf_vision()).values()}
     attention = {f"self_attn.{part}_proj.weight" for part in ("q", "k", "v", "out")}
     assert parts == attention | {"mlp.fc1.weight"}
 
 
 def test_gated_t5_merges_all_attention_and_both_input_matrices() -> None:
-    """L4: no bias table, no embedding; L5: wi_0 and wi_1, never wo."""
+    """No bias table, no embedding; wi_0 and wi_1, never wo."""
     layers = selected(tiny.hf_t5("gated-gelu"))
     expected = {
         f"encoder.{i}.{part}" for i in (0, 1) for part in ("self.q", "self.k", "self.v", "self.o", "wi_0", "wi_1")
@@ -90,7 +87,6 @@ def test_gated_t5_merges_all_attention_and_both_input_matrices() -> None:
 
 
 def test_ungated_t5_merges_its_one_input_matrix() -> None:
-    """L5."""
     assert {name for name in selected(tiny.hf_t5("relu")) if "wi" in name} == {
         "encoder.0.wi",
         "encoder.1.wi",
@@ -99,7 +95,6 @@ def test_ungated_t5_merges_its_one_input_matrix() -> None:
 
 
 def test_grouped_query_attention_keeps_its_unequal_heights() -> None:
-    """L6."""
     layers = selected(tiny.hf_llama())
     found = {name: layer.shape for name, layer in layers.items() if name.startswith("model.1.")}
     assert found == {
@@ -113,7 +108,6 @@ def test_grouped_query_attention_keeps_its_unequal_heights() -> None:
 
 
 def test_packed_experts_are_left_alone_and_refused_when_asked_for() -> None:
-    """L7."""
     model = tiny.hf_mixtral()
     assert set(selected(model)) == {"model.0.q", "model.0.k", "model.0.v", "model.0.out"}
     with pytest.raises(ValueError, match="layers"):
@@ -121,7 +115,7 @@ def test_packed_experts_are_left_alone_and_refused_when_asked_for() -> None:
 
 
 def test_gpt2_weights_are_turned_upright() -> None:
-    """E7: an upright view is what nn.Linear holds, checked against the library's own forward pass."""
+    """An upright view is what nn.Linear holds, checked against the library's own forward pass."""
     model = tiny.hf_gpt2()
     layers = selected(model)
     assert layers["model.0.up"].shape == (32, 8)
@@ -177,7 +171,7 @@ def test_a_transposed_fused_view_shares_memory_and_lands_in_the_right_columns() 
 
 
 def test_a_fused_matrix_that_has_no_three_equal_parts_is_refused() -> None:
-    """L6: grouped heads in a fused matrix."""
+    """Grouped heads in a fused matrix."""
     with pytest.raises(ValueError, match=r"blocks\.0\.attn\.qkv\.weight.*\(8, 4\).*3 equal parts"):
         select_layers({"blocks.0.attn.qkv.weight": (8, 4)})
 
@@ -206,7 +200,6 @@ def test_custom_patterns_still_split_and_turn_what_a_family_fuses() -> None:
 
 
 def test_custom_patterns_take_any_matrix_of_an_unknown_model_but_no_vector_or_kernel() -> None:
-    """E8."""
     model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Linear(4, 6))
     assert [layer.name for layer in selected(model, ["*"]).values()] == ["2"]
     with pytest.raises(ValueError, match="layers"):
@@ -228,30 +221,3 @@ def test_a_pattern_whose_matches_cannot_be_merged_is_named_too(pattern: str) -> 
 def test_an_unknown_model_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"none of the 2 parameters.*`layers`"):
         select_layers({"backbone.stem.weight": (4, 4), "head.bias": (4,)})
-
-
-def make_layers(shapes: list[tuple[int, int]], prefix: str = "a") -> list[MergeLayer]:
-    return [MergeLayer(f"{prefix}.{i}", f"{prefix}.{i}.weight", shape) for i, shape in enumerate(shapes)]
-
-
-def test_a_plan_holds_every_layer_once_in_stacks_of_one_shape_and_bounded_size() -> None:
-    layers = make_layers([(4, 4), (8, 4), (4, 4), (4, 8), (4, 4), (8, 4)])
-    plan = plan_stacks(layers, max_entries=32)
-    assert sorted(layer.name for stack in plan for layer in stack) == [layer.name for layer in layers]
-    assert [[layer.name for layer in stack] for stack in plan] == [["a.0", "a.2"], ["a.4"], ["a.1"], ["a.5"], ["a.3"]]
-
-
-def test_a_layer_above_the_bound_is_a_stack_of_its_own() -> None:
-    assert [len(stack) for stack in plan_stacks(make_layers([(8, 8), (8, 8)]), max_entries=1)] == [1, 1]
-
-
-def test_the_plan_depends_on_shapes_only() -> None:
-    layers = make_layers([(4, 4), (8, 4), (4, 4), (4, 4)])
-    others = [
-        replace(layer, name=f"z.{i}", parameter="p", rows=(0, layer.shape[0]), transposed=True)
-        for i, layer in enumerate(layers)
-    ]
-    plan, other_plan = plan_stacks(layers, max_entries=32), plan_stacks(others, max_entries=32)
-    assert [[layers.index(layer) for layer in stack] for stack in plan] == [
-        [others.index(layer) for layer in stack] for stack in other_plan
-    ]

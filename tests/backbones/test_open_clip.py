@@ -91,7 +91,7 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_features_equal_those_of_transformers(hf: Any, folder: Path) -> None:
-    """The interface of the other backbone; L1: the activation comes from the folder's configuration."""
+    """The interface of the other backbone; the activation comes from the folder's configuration."""
     backbone = OpenCLIPBackbone(pretrained=str(folder))
     backbone.load()
     backbone.load()
@@ -115,7 +115,7 @@ def load(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("method", [SafeMerge(**RANKS), OPCM(), TaskArithmetic()])
 def test_one_merge_in_both_layouts(method: MergeMethod, hf: Any, folder: Path) -> None:
-    """Split in_proj, transposed projection: the merge does not depend on the library. L3: towers of text stay."""
+    """Split in_proj, transposed projection: the merge does not depend on the library. The text tower stays."""
     import copy
 
     base = {name: value for name, value in hf.state_dict().items() if "vision_model" in name}
@@ -147,7 +147,7 @@ def test_one_merge_in_both_layouts(method: MergeMethod, hf: Any, folder: Path) -
 def test_a_stream_and_what_it_writes(
     form: str, hf: Any, folder: Path, tmp_path: Path, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L2: no network; the merged folder and the file in it are loaded by open_clip and score the same."""
+    """No network; the merged folder and the file in it are loaded by open_clip and score the same."""
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "tiny", CONFIG)
     source = str(folder / "open_clip_model.safetensors" if form == "file" else folder)
     experts = {}
@@ -213,7 +213,7 @@ def test_preprocessing_is_open_clip_s(folder: Path) -> None:
 def test_what_cannot_be_loaded(
     model: str, pretrained: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L2: a path is never looked up in the network; what the network would be needed for is said."""
+    """A path is never looked up in the network; what the network would be needed for is said."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise ConnectionError
@@ -228,7 +228,7 @@ def test_what_cannot_be_loaded(
 def test_the_activation_of_openai_s_weights(
     model: str, other: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L1: OpenAI's weights in a model with the other activation have the same names and lose many points: refused."""
+    """OpenAI's weights in a model with the other activation have the same names and lose many points: refused."""
     monkeypatch.setattr(
         "open_clip.pretrained.download_pretrained", lambda tag: str(folder / "open_clip_model.safetensors")
     )

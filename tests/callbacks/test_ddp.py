@@ -20,7 +20,7 @@ def launch(launcher: list[str], cwd: Path, target: list[str]) -> subprocess.Comp
 
 @pytest.mark.slow
 def test_torchrun_and_fabric_equal_one_process(tmp_path: Path) -> None:
-    """J1 to J6: ``safemerge`` under torchrun, under ``fabric run`` and on its own end with one hash and one matrix."""
+    """``safemerge`` under torchrun, under ``fabric run`` and on its own end with one hash and one matrix."""
     one = tmp_path / "one"
     one.mkdir()
     assert safemerge("fit", "--config", "tiny.yaml", *QUICK, cwd=one).returncode == 0

@@ -44,7 +44,7 @@ def run(make_trainer: Make, merge: SAFEMergeCallback, *others: L.Callback, **kwa
 
 
 def test_merged_at_boundaries_trained_inside_and_pretrained_again(make_trainer: Make) -> None:
-    """Traps 5, 23, 24; I17: every weight at every moment of three tasks of two epochs."""
+    """Every weight at every moment of three tasks of two epochs."""
     watch, merge, module = Watch(), live(tasks=TASKS), Classifier()
     theta0, objects, head = encoder(module), [id(p) for p in module.parameters()], module.head.weight.detach().clone()
     run(make_trainer, merge, watch, module=module)
@@ -106,7 +106,7 @@ def test_the_last_accumulated_step_is_folded(data: Any, make_trainer: Make) -> N
 
 
 def test_every_kind_of_boundary_gives_the_same_merge(make_trainer: Make) -> None:
-    """I2: by epochs, by a function, by the data module's task, one fit a task (new Trainer, same Trainer)."""
+    """By epochs, by a function, by the data module's task, one fit per task (new Trainer, same Trainer)."""
     expected = encoder(run(make_trainer, live()))
     asked: list[int] = []
 
@@ -148,7 +148,7 @@ def test_a_new_module_for_each_fit(make_trainer: Make) -> None:
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_resume_anywhere_is_bit_identical(make_trainer: Make, tmp_path: Path) -> None:
-    """I4, I5, traps 3, 4, 17: after every step, inside an epoch, inside a task and at a boundary."""
+    """After every step, inside an epoch, inside a task and at a boundary."""
     saver = ModelCheckpoint(tmp_path, "s{step}", save_top_k=-1, every_n_train_steps=1, save_on_train_epoch_end=False)
     ends = ModelCheckpoint(tmp_path, "e{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     merge = live(tasks=TASKS, metric="val_acc")
@@ -174,7 +174,7 @@ def test_resume_anywhere_is_bit_identical(make_trainer: Make, tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_resume_with_the_other_boundaries(epoch: int, make_trainer: Make, tmp_path: Path) -> None:
-    """I4: where the data module tells the task, the fold is still to come when the checkpoint is taken."""
+    """Where the data module tells the task, the fold is still to come when the checkpoint is taken."""
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     straight, merge = Classifier(), live(boundary="task")
     run(make_trainer, merge, saver, enable_checkpointing=True, module=straight)
@@ -186,7 +186,7 @@ def test_resume_with_the_other_boundaries(epoch: int, make_trainer: Make, tmp_pa
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_resume_inside_the_second_of_several_fits(make_trainer: Make, tmp_path: Path) -> None:
-    """I4: a new process takes up the second task where it was, with the first one merged."""
+    """A new process takes up the second task where it was, with the first one merged."""
     straight, merge = Classifier(), live(boundary="fit")
     make_trainer(merge, max_epochs=2).fit(straight, batches(0))
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
@@ -212,7 +212,7 @@ def test_what_checkpoints_hold(make_trainer: Make, tmp_path: Path) -> None:
 
 
 def test_mixed_precision_does_not_change_the_merge(make_trainer: Make) -> None:
-    """A5, trap 35."""
+    """Weights stay float32 under mixed precision, and the merge runs outside of autocast."""
     watch, module = Watch(), Classifier()
     theta0 = encoder(module)
     run(make_trainer, live(), watch, module=module, precision="bf16-mixed", max_epochs=2)
@@ -232,7 +232,7 @@ def test_frozen_parts_stay(make_trainer: Make) -> None:
 
 
 def test_adapters_are_trained_folded_and_start_anew(make_trainer: Make) -> None:
-    """G1 in a loop: the frozen weights hold the merge at a boundary, and adapters are zero again."""
+    """The frozen weights hold the merge at a boundary, and adapters are zero again."""
     peft = pytest.importorskip("peft")
 
     def adapted() -> nn.Module:
@@ -256,7 +256,7 @@ def test_adapters_are_trained_folded_and_start_anew(make_trainer: Make) -> None:
 
 
 def test_early_stopping_ends_a_fit_and_so_a_task(make_trainer: Make) -> None:
-    """Traps 6, 25: stopped after two of nine epochs; a new Trainer goes on with the next task."""
+    """Stopped after two of nine epochs; a new Trainer goes on with the next task."""
     merge, module = live(boundary="fit"), Classifier()
     for number in range(2):
         stop = EarlyStopping("val_acc", patience=1, mode="max", min_delta=2.0)
@@ -267,7 +267,7 @@ def test_early_stopping_ends_a_fit_and_so_a_task(make_trainer: Make) -> None:
 
 
 def test_a_skipped_rest_of_the_epoch_still_ends_it(make_trainer: Make) -> None:
-    """Trap 8: a module that ends its epochs itself."""
+    """A module may end its epochs itself; Lightning then skips the batch's last hook."""
 
     class Skips(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -279,7 +279,6 @@ def test_a_skipped_rest_of_the_epoch_still_ends_it(make_trainer: Make) -> None:
 
 
 def test_smoke_run_merges_once_and_writes_nothing(make_trainer: Make, tmp_path: Path) -> None:
-    """I18."""
     merge = live(output=str(tmp_path / "out"), metric="val_acc", tasks=TASKS)
     run(make_trainer, merge, fast_dev_run=True)
     assert merge.tasks == ["a"]
@@ -287,7 +286,7 @@ def test_smoke_run_merges_once_and_writes_nothing(make_trainer: Make, tmp_path: 
 
 
 def test_the_data_order_of_the_loop_is_its_own(make_trainer: Make) -> None:
-    """P1: dropout and shuffling draw the same numbers with the callback and without it."""
+    """Dropout and shuffling draw the same numbers with the callback and without it."""
 
     class Draws(Classifier):
         drawn: list[float]
@@ -319,7 +318,7 @@ def test_output_is_a_merge_that_can_be_continued(make_trainer: Make, tmp_path: P
 
 
 def test_two_parts_of_one_module(make_trainer: Make) -> None:
-    """I6: two callbacks merge two towers; each is as if it were alone."""
+    """Two callbacks merge two towers; each is as if it were alone."""
 
     class Two(Classifier):
         def __init__(self) -> None:
@@ -341,8 +340,6 @@ def test_two_parts_of_one_module(make_trainer: Make) -> None:
 
 
 def test_batch_norm_is_put_back_and_said(make_trainer: Make) -> None:
-    """I13."""
-
     def convolutional() -> nn.Module:
         with tiny.seeded():
             return nn.Sequential(
@@ -364,7 +361,7 @@ def test_batch_norm_is_put_back_and_said(make_trainer: Make) -> None:
 
 
 def test_diverged_training_ends_in_one_sentence(make_trainer: Make) -> None:
-    """F1: NaN is found when the task is folded, and what was merged before stays."""
+    """NaN is found when the task is folded, and what was merged before stays."""
 
     class Diverges(Classifier):
         def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from safemerge_pl.merger import ContinualMerger
 
 @pytest.mark.slow
 def test_two_processes_end_with_the_same_bits(tmp_path: Path) -> None:
-    """J1, J2, J6: weights and scores equal on both; a rank that trains on its own is found out on both."""
+    """Weights and scores equal on both; a rank that trains on its own is found out on both."""
     script = Path(__file__).parent.with_name("ddp_live.py")
     root = str(script.parent.parent)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}

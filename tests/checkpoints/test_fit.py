@@ -1,19 +1,91 @@
-"""What an incoming model may differ in: image size, vocabulary, heads, settings; said, or refused with the remedy."""
+"""An incoming model is matched once; what must not differ is refused, what may is said."""
 
 import json
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from tiny import Add, Tensors
+from safetensors.torch import save_file
+from tiny import (
+    FC1,
+    Add,
+    Tensors,
+    as_file,
+    folded,
+    fresh,
+    only_weights,
+    refused,
+    tower,
+    tuned,
+)
+from torch import Tensor
 
-from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
+from safemerge_pl.checkpoints import Checkpoint, CheckpointError, match_names, open_checkpoint
+from safemerge_pl.checkpoints.fit import fit
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.methods import TaskArithmetic
-from safemerge_pl.scoring import expert_weights
+
+# matched once
+
+
+class Calls:
+    """Counts the searches for names in every module that can make one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+
+        def counted(wanted: Sequence[str], checkpoint: Checkpoint) -> dict[str, str]:
+            self.count += 1
+            return match_names(wanted, checkpoint)
+
+        for name, module in list(sys.modules.items()):
+            if name.startswith("safemerge_pl") and getattr(module, "match_names", None) is match_names:
+                monkeypatch.setattr(module, "match_names", counted)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "vision_model."])
+def test_a_fold_matches_names_once(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    merger = ContinualMerger(tiny.tower(), Add())
+    calls = Calls(monkeypatch)
+    merger.fold(tiny.renamed(tiny.tuned(tiny.tower(), 1), "", prefix), "task1")
+    assert calls.count == 1
+
+
+def test_a_check_and_the_fold_after_it_match_names_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    merger, incoming = ContinualMerger(tiny.tower(), Add()), tiny.tuned(tiny.tower(), 1)
+    calls = Calls(monkeypatch)
+    merger.fold(merger.check(incoming, "task1", values=False), "task1")
+    assert calls.count == 1
+    assert merger.fold(incoming, "task2").incoming == merger.reports[0].incoming
+
+
+def test_what_was_fitted_to_one_model_is_matched_anew_for_another() -> None:
+    base = open_checkpoint(tiny.tower())
+    other = tiny.renamed(tiny.tower(), "", "vision_model.")
+    fitted = fit(base, tiny.only_weights(base), open_checkpoint(tiny.tuned(tiny.tower(), 1)))
+    assert fit(base, tiny.only_weights(base), fitted) is fitted
+    assert fit(base, tiny.only_weights(base)[:3], fitted) is not fitted
+    merger, expected = ContinualMerger(other, Add()), ContinualMerger(base, Add())
+    merger.fold(fitted, "a")
+    expected.fold(fitted, "a")
+    assert merger.fingerprint() == expected.fingerprint()
+
+
+def test_another_size_that_one_merge_takes_is_still_refused_by_another() -> None:
+    """What was fitted with the pretrained rows does not get past a merge that asks for an error."""
+    base = open_checkpoint(tower_at(8))
+    fitted = ContinualMerger(base, Add(), on_mismatch="pretrained").check(tower_at(12, seed=1), "a")
+    assert fitted.notes
+    strict = ContinualMerger(base, Add())
+    with pytest.raises(CheckpointError, match="image size"):
+        strict.fold(fitted, "a")
+
+
+# what may differ
 
 POSITIONS = "embeddings.position_embedding.weight"
 
@@ -38,161 +110,15 @@ def notes(base: Any, incoming: Any, **settings: Any) -> tuple[str, ...]:
     return ContinualMerger(base, Add(), **settings).fold(incoming, "task1").notes
 
 
-@pytest.mark.parametrize("prefix", ["", "vision_model."])
-def test_a_fine_tune_at_another_image_size_is_refused_with_both_shapes(prefix: str) -> None:
-    """E1: the position table is not merged, but the attention was trained for another grid."""
-    incoming = tiny.renamed(tower_at(12, seed=1), "", prefix)
-    message = refusal(ContinualMerger(tower_at(8), Add()), incoming)
-    assert f"`{prefix}{POSITIONS}` has shape (10, 8)" in message
-    assert f"`{POSITIONS}` has (5, 8)" in message
-    assert "`on_mismatch` 'pretrained'" in message
-
-
-def test_a_fine_tune_at_another_image_size_is_taken_when_asked_for() -> None:
-    """E1: the merged layers are those of the fine-tune, the table is the pretrained one, and a note says so."""
-    base, incoming = tower_at(8), tower_at(12, seed=1)
-    merger = ContinualMerger(base, Add(), on_mismatch="pretrained")
-    (note,) = merger.fold(incoming, "task1").notes
-    assert f"`{POSITIONS}` has shape (10, 8), the pretrained model's (5, 8)" in note
-    assert torch.equal(merger.merged[POSITIONS], base[POSITIONS])
-    torch.testing.assert_close(merger.merged[tiny.FC1], incoming[tiny.FC1])
-
-
-def test_a_merged_position_table_of_another_size_stays_pretrained() -> None:
-    """E1: a row of the other table stands for another place, so nothing of it is merged."""
-    base, incoming = tower_at(8), tower_at(12, seed=1)
-    assert "`on_mismatch` 'pretrained'" in refusal(ContinualMerger(base, TaskArithmetic()), incoming)
-    merger = ContinualMerger(base, TaskArithmetic(scaling=1.0), on_mismatch="pretrained")
-    assert POSITIONS in merger.fold(incoming, "task1").notes[0]
-    assert torch.equal(merger.merged[POSITIONS], base[POSITIONS])
-    torch.testing.assert_close(merger.merged["pre_layrnorm.weight"], incoming["pre_layrnorm.weight"])
-    module = tiny.hf_vision()
-    module.load_state_dict({name: tensor for name, tensor in base.items() if name in module.state_dict()})
-    assert torch.equal(expert_weights(module, incoming)[POSITIONS], base[POSITIONS])
-
-
-def t5_with(rows: int) -> Tensors:
-    """A T5 whose first rows do not depend on how many there are."""
-    tensors = tiny.copied(tiny.hf_t5(tie_word_embeddings=False).state_dict())
-    for name in ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = tiny.randn(64, 8, seed=7 if name != "lm_head.weight" else 8)[:rows].clone()
-    return tensors
-
-
-@pytest.mark.parametrize("rows", [15, 17, 32])
-def test_another_vocabulary_is_noted_where_embeddings_stay_pretrained(rows: int) -> None:
-    """E3 for a token more or less, E4 for padding."""
-    base = t5_with(16)
-    merger = ContinualMerger(base, Add())
-    found = merger.fold(tiny.tuned(t5_with(rows), 1), "task1").notes
-    assert len(found) == 4
-    assert f"`shared.weight` has shape ({rows}, 8), the pretrained model's (16, 8); it is not merged" in found[0]
-    assert torch.equal(merger.merged["shared.weight"], base["shared.weight"])
-
-
-@pytest.mark.parametrize("rows", [15, 17, 32])
-def test_another_vocabulary_is_refused_where_embeddings_are_merged(rows: int) -> None:
-    """E3, E4: with the remedy; or the rows that both have are merged when asked for."""
-    base, incoming = t5_with(16), tiny.tuned(t5_with(rows), 1)
-    message = refusal(ContinualMerger(base, TaskArithmetic()), incoming)
-    assert f"`shared.weight` has shape ({rows}, 8)" in message
-    assert "resize its embeddings" in message
-    merger = ContinualMerger(base, TaskArithmetic(scaling=1.0), on_mismatch="pretrained")
-    report = merger.fold(incoming, "task1")
-    assert "`shared.weight` is merged in the rows that both models have" in report.notes
-    shared = min(rows, 16)
-    for name in ("shared.weight", "lm_head.weight"):
-        torch.testing.assert_close(merger.merged[name][:shared], incoming[name][:shared])
-        assert torch.equal(merger.merged[name][shared:], base[name][shared:])
-
-
-def test_another_width_is_no_matter_of_vocabulary() -> None:
-    base = t5_with(16)
-    message = refusal(
-        ContinualMerger(base, TaskArithmetic(), on_mismatch="pretrained"), base | {"shared.weight": torch.zeros(16, 9)}
-    )
-    assert "is it a fine-tune of this model?" in message
-
-
-@pytest.mark.parametrize("differ", [True, False])
-def test_other_words_under_the_same_rows_are_noted_where_embeddings_are_merged(differ: bool, tmp_path: Path) -> None:
-    """E5: the same number of rows, another tokenizer."""
-    vocabulary: dict[str, int] = {"a": 0, "b": 1}
-    base = tiny.folder_of(tmp_path / "base", t5_tied(), tokenizer=vocabulary)
-    other = {"b": 0, "a": 1} if differ else vocabulary
-    incoming = tiny.folder_of(tmp_path / "incoming", tiny.tuned(t5_tied(), 1), tokenizer=other)
-    found = ContinualMerger(base, TaskArithmetic()).fold(incoming, "task1").notes
-    assert [bool(re.search(r"tokenizer\.json is another one", note)) for note in found] == [True] * differ
-    assert ContinualMerger(base, Add()).fold(incoming, "task1").notes == ()
-
-
-def t5_tied() -> Tensors:
-    """As a file holds it: one name for the shared table."""
-    tensors = tiny.copied(tiny.hf_t5().state_dict())
-    return {name: tensor for name, tensor in tensors.items() if "embed_tokens" not in name and "lm_head" not in name}
-
-
-def test_a_head_of_another_size_is_no_obstacle() -> None:
-    """E6: said, since it is not merged; a head that only one of them has is nobody's business (D7)."""
-    base = tiny.tower() | {"classifier.weight": torch.zeros(10, 8)}
-    incoming = tiny.tuned(tiny.tower(), 1) | {"classifier.weight": torch.zeros(43, 8)}
-    (note,) = notes(base, incoming)
-    assert "`classifier.weight` has shape (43, 8), the pretrained model's (10, 8)" in note
-    assert notes(tiny.tower(), incoming) == ()
-    assert notes(base, tiny.tuned(tiny.tower(), 1)) == ()
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [((), (1,)), ((1,), ()), ((5, 8), (1, 5, 8))])
-def test_dimensions_of_one_make_no_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> None:
-    """E9 for a scalar in either direction, E2 for a leading dimension; neither is merged."""
-    base, incoming = tiny.tower(), tiny.tuned(tiny.tower(), 1)
-    assert notes(base | {"extra": torch.zeros(ours)}, incoming | {"extra": torch.zeros(theirs)}) == ()
-
-
 def test_a_partitioned_checkpoint_is_called_one() -> None:
-    """E10: ZeRO-3 leaves empty tensors behind."""
+    """ZeRO-3 leaves empty tensors behind."""
     message = refusal(ContinualMerger(tiny.tower(), Add()), tiny.tower() | {tiny.FC1: torch.empty(0)})
     assert "has shape (0,)" in message
     assert "partitioned (ZeRO-3, FSDP)" in message
 
 
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize(("key", "value"), [("hidden_act", "gelu"), ("num_attention_heads", 4)])
-def test_another_function_of_the_same_weights_is_noted(nested: bool, key: str, value: Any, tmp_path: Path) -> None:
-    """L1: names and shapes agree, outputs would not."""
-    ours: dict[str, Any] = {"hidden_act": "quick_gelu", "num_attention_heads": 2}
-    theirs = ours | {key: value}
-    base = tiny.folder_of(tmp_path / "base", tiny.tower(), config=ours)
-    config = {"vision_config": theirs} if nested else theirs
-    incoming = tiny.folder_of(tmp_path / "incoming", tiny.tuned(tiny.tower(), 1), config=config)
-    (note,) = notes(base, incoming)
-    assert f"`{key}` {value}, the pretrained model's {ours[key]}" in note
-    assert notes(base, base)[:-1] == ()
-
-
-def test_code_that_a_folder_names_is_not_run(tmp_path: Path) -> None:
-    """H6: read by tensor names, so none is needed; a note says that the file stays behind."""
-    config = {"auto_map": {"AutoModel": "modeling_x.Model"}}
-    incoming = tiny.folder_of(tmp_path / "incoming", tiny.tuned(tiny.tower(), 1), config=config)
-    mark = tmp_path / "ran"
-    (incoming / "modeling_x.py").write_text(f"open({str(mark)!r}, 'w')\n")
-    (note,) = notes(tiny.tower(), incoming)
-    assert "auto_map" in note
-    assert not mark.exists()
-
-
-def test_a_stranger_of_the_same_size_is_noted() -> None:
-    """G8, N9: same names and shapes, and nothing in common: another pretrained model, or another base's fine-tune."""
-    stranger = {name: torch.roll(tensor, 1, 0) if tensor.ndim else tensor for name, tensor in tiny.tower().items()}
-    (note,) = notes(tiny.tower(), stranger)
-    cosine = re.search(r"cosine of (-?\d\.\d\d) with the pretrained model's", note)
-    assert cosine is not None
-    assert abs(float(cosine[1])) < 0.3
-    assert notes(tiny.tower(), tiny.tuned(tiny.tower(), 1, scale=0.05)) == ()
-
-
 def test_a_tensor_that_the_index_does_not_list_is_noted(tmp_path: Path) -> None:
-    """C3: read, and said."""
+    """Read, and said."""
     from safetensors.torch import save_file
 
     tensors = tiny.tower()
@@ -208,7 +134,6 @@ def test_a_tensor_that_the_index_does_not_list_is_noted(tmp_path: Path) -> None:
 
 
 def test_the_file_that_is_passed_over_is_noted(tmp_path: Path) -> None:
-    """C7."""
     incoming = tiny.folder_of(tmp_path / "both", tiny.tuned(tiny.tower(), 1))
     torch.save(tiny.tower(), incoming / "pytorch_model.bin")
     (note,) = notes(tiny.tower(), incoming)
@@ -220,3 +145,81 @@ def test_notes_do_not_pile_up_on_a_checkpoint_that_is_used_twice() -> None:
     merger = ContinualMerger(tiny.tower() | {"head": torch.zeros(2)}, Add())
     merger.check(incoming, "task1")
     assert len(merger.fold(incoming, "task1").notes) == 1
+
+
+# what must not differ
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nan_and_inf_are_named_with_file_tensor_and_count(bad: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    """SVD would raise for NaN and say nothing of Inf."""
+    incoming = tuned(tower(dtype=dtype), 1)
+    incoming[FC1][0, :3] = bad
+    incoming["pre_layrnorm.weight"][0] = bad  # not merged: no obstacle
+    save_file(incoming, tmp_path / "expert.safetensors")
+    message = refused(folded(1), tmp_path / "expert.safetensors")
+    assert f"{tmp_path / 'expert.safetensors'}: `{FC1}` has 3 NaN or Inf among 128 values" in message
+
+
+def test_nan_in_what_is_not_merged_is_no_obstacle() -> None:
+    """Only what is merged is looked at."""
+    incoming = tuned(tower(), 1)
+    incoming["pre_layrnorm.weight"][0] = float("nan")
+    merger = fresh()
+    merger.fold(incoming, "task1")
+    assert merger.fingerprint() == folded(1).fingerprint()
+
+
+@pytest.mark.parametrize("shape", [(15, 8), (16, 9), (8, 16), (1, 16, 8), (128,), (0,)])
+def test_another_shape_is_refused_with_both(shape: tuple[int, ...]) -> None:
+    message = refused(folded(1), tuned(tower(), 2) | {FC1: torch.zeros(shape)})
+    assert f"`{FC1}` has shape {shape}" in message
+    assert "(16, 8)" in message
+
+
+def test_another_model_size_is_refused() -> None:
+    assert "has shape (12, 12), the pretrained model's" in refused(folded(1), tower(width=12))
+
+
+def test_a_missing_tensor_is_refused() -> None:
+    incoming = tuned(tower(), 2)
+    del incoming[FC1]
+    assert f"lacks 1 of 10 tensors to merge, first `{FC1}`" in refused(folded(1), incoming)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("stored", ["memory", "file"])
+def test_quantised_weights_are_refused(dtype: torch.dtype, stored: str, tmp_path: Path) -> None:
+    incoming: Any = tuned(tower(), 2) | {FC1: tower()[FC1].to(dtype)}
+    if stored == "file":
+        incoming = as_file(incoming, tmp_path / "model")
+    message = refused(folded(1), incoming)
+    assert f"`{FC1}`" in message
+    assert "float32, bfloat16 or float16" in message
+
+
+@pytest.mark.parametrize("side", ["pretrained", "incoming"])
+def test_weights_without_values_are_refused_by_name(side: str) -> None:
+    """A model that was only half loaded."""
+    on_meta: dict[str, Tensor] = tower() | {FC1: torch.zeros(16, 8, device="meta")}
+    if side == "pretrained":
+        with pytest.raises(CheckpointError, match=re.escape(FC1)):
+            ContinualMerger(on_meta)
+    else:
+        assert FC1 in refused(folded(1), on_meta)
+
+
+def test_a_dry_check_reads_headers_only_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    merger = folded(1)
+    file = as_file(tuned(tower(), 2), tmp_path / "good")
+    bad = as_file(tuned(tower(), 2) | {FC1: torch.zeros(1, 1)}, tmp_path / "bad")
+    before = merger.fingerprint(), merger.tasks
+    tiny.refuse_to_read(monkeypatch)
+    fitted = merger.check(file, "new", values=False)
+    assert fitted.names == {name: name for name in only_weights(tower())}
+    with pytest.raises(CheckpointError, match="has shape"):
+        merger.check(bad, "new", values=False)
+    with pytest.raises(AssertionError, match="a tensor was read"):
+        merger.check(file, "new")
+    assert (merger.fingerprint(), merger.tasks) == before

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from checkpoint_files import weights
 from safetensors.torch import save
 from tiny import Add, Tensors
 
@@ -84,7 +85,7 @@ def two_commits(cache: Path) -> Path:
     ],
 )
 def test_a_revision_is_that_of_all_files(two_commits: Path, source: str, revision: str | None, commit: str) -> None:
-    """N1: branch, tag, pull request or commit, found offline; N4: weights and configuration of one commit; C10."""
+    """Branch, tag, pull request or commit, found offline; weights and configuration are of one commit."""
     checkpoint = open_checkpoint(source, revision=revision)
     assert checkpoint["x"].item() == (commit == NEW)
     assert checkpoint.folder == two_commits / "models--owner--name" / "snapshots" / commit
@@ -93,14 +94,13 @@ def test_a_revision_is_that_of_all_files(two_commits: Path, source: str, revisio
 
 
 def test_two_revisions_at_once_are_refused(two_commits: Path) -> None:
-    """N4."""
     with pytest.raises(CheckpointError, match=r"owner/name@main names a revision and `revision` is v1\.0"):
         open_checkpoint("owner/name@main", revision="v1.0")
 
 
 @pytest.mark.parametrize("source", ["owner/other", "owner/name@v2.0", f"owner/name@{'3' * 40}"])
 def test_what_is_not_cached_is_refused_offline(two_commits: Path, source: str) -> None:
-    """L2, N1: names the id and the way out, in one line."""
+    """Names the id and the way out, in one line."""
     with pytest.raises(CheckpointError, match=rf"^{source} is neither.*give a local folder\.$") as caught:
         open_checkpoint(source)
     assert "\n" not in str(caught.value)
@@ -110,7 +110,6 @@ def test_what_is_not_cached_is_refused_offline(two_commits: Path, source: str) -
 def test_an_existing_path_is_taken_as_it_is(
     two_commits: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C14."""
     tiny.folder_of(tmp_path / name, {"local": torch.zeros(1)})
     monkeypatch.chdir(tmp_path)
     assert list(open_checkpoint(name)) == ["local"]
@@ -137,7 +136,7 @@ def test_only_what_is_needed_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.parametrize("lost", ["blob", "file"])
 def test_an_incomplete_snapshot_is_refused_with_what_it_lacks(cache: Path, lost: str) -> None:
-    """N2: the blob behind a link is gone, or the file was never fetched."""
+    """The blob behind a link is gone, or the file was never fetched."""
     snapshot = add_snapshot(cache, "owner/name", OLD, model({"x": torch.zeros(1)}, config={}), "main")
     file = snapshot / "model.safetensors"
     file.resolve().unlink()
@@ -148,7 +147,6 @@ def test_an_incomplete_snapshot_is_refused_with_what_it_lacks(cache: Path, lost:
 
 
 def test_a_snapshot_that_lacks_shards_lists_them(cache: Path) -> None:
-    """N2, C2."""
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     index = {"weight_map": {f"x{i}": name for i, name in enumerate(names)}}
     files = {"model.safetensors.index.json": json.dumps(index).encode(), names[0]: save({"x0": torch.zeros(1)})}
@@ -158,7 +156,7 @@ def test_a_snapshot_that_lacks_shards_lists_them(cache: Path) -> None:
 
 
 def test_a_gated_repository_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N3: the cause and the remedy, no wall of text, and no token."""
+    """The cause and the remedy, no wall of text, and no token."""
     from huggingface_hub.errors import GatedRepoError
 
     def gated(*args: object, **kwargs: object) -> None:
@@ -178,7 +176,7 @@ def test_a_gated_repository_is_refused_in_one_sentence(monkeypatch: pytest.Monke
 
 
 def test_pretrained_expert_and_adapter_come_from_the_cache(cache: Path, tmp_path: Path) -> None:
-    """N1, G8: all three offline, each at a revision; the report names what was asked for."""
+    """All three offline, each at a revision; the report names what was asked for."""
     base = tiny.copied(tiny.hf_vision().state_dict())
     add_snapshot(cache, "owner/base", OLD, model(base), "v1")
     add_snapshot(cache, "owner/expert", OLD, model(tiny.tuned(base, 1)), "main")
@@ -208,7 +206,7 @@ def test_pretrained_expert_and_adapter_come_from_the_cache(cache: Path, tmp_path
 
 
 def test_the_command_folds_hub_ids_with_revisions_offline(cache: Path, tmp_path: Path) -> None:
-    """N1, N4: by the environment alone; the merged folder has the files of the pretrained revision."""
+    """By the environment alone; the merged folder has the files of the pretrained revision."""
     base = tiny.copied(tiny.hf_vision().state_dict())
     add_snapshot(cache, "owner/base", OLD, model(base, config={"age": "old"}), "v1")
     add_snapshot(cache, "owner/base", NEW, model(base, config={"age": "new"}), "main")
@@ -230,7 +228,37 @@ def test_the_command_folds_hub_ids_with_revisions_offline(cache: Path, tmp_path:
 
 
 def test_a_backbone_takes_its_revision_with_its_name(two_commits: Path) -> None:
-    """N4: everything that it loads is in that folder."""
+    """Everything that it loads is in that folder."""
     for backbone in (CLIPBackbone("owner/name@v1.0"), CLIPBackbone("owner/name", revision="v1.0")):
         assert backbone.folder().name == OLD
     assert re.fullmatch(f"{NEW}", CLIPBackbone("owner/name").folder().name)
+
+
+# paths
+
+
+def never(*args: object, **kwargs: object) -> None:
+    raise AssertionError("the hub was asked")
+
+
+def test_a_local_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.folder_of(tmp_path / "owner" / "name", weights())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", never)
+    assert sorted(open_checkpoint("owner/name")) == sorted(weights())
+
+
+@pytest.mark.parametrize(
+    "source", ["/no/such/folder", "./here", "../up", "one", "a/b/c", r"C:\models\x", "~/nowhere-x"]
+)
+def test_a_missing_path_is_refused_without_asking_the_hub(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", never)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_checkpoint(source)
+
+
+@pytest.mark.parametrize("source", ["runs/merged.safetensors", "out/last.ckpt"])
+def test_a_missing_file_with_the_ending_of_weights_is_no_hub_id(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", never)
+    with pytest.raises(CheckpointError, match=re.escape(source)):
+        open_checkpoint(source)

@@ -10,8 +10,8 @@ import torch
 from tiny import Add, Tensors
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
-from safemerge_pl.checkpoints.fit import aligned
-from safemerge_pl.checkpoints.layouts import layer_index, relaid
+from safemerge_pl.checkpoints.fit import align
+from safemerge_pl.checkpoints.layouts import convert_layout, layer_index
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, IsoC, KnOTSTies, TaskArithmetic
 from safemerge_pl.scoring import expert_weights
@@ -80,7 +80,7 @@ def tower() -> Tensors:
 
 
 def test_the_layouts_are_those_of_the_libraries() -> None:
-    """D6: open_clip and timm load the tower and compute what transformers computes."""
+    """The other libraries, open_clip and timm, load the tower and compute what transformers computes."""
     import timm
 
     x = tiny.randn(2, 3, 8, 8)
@@ -100,7 +100,7 @@ def test_the_layouts_are_those_of_the_libraries() -> None:
 @pytest.mark.parametrize("own", LAYOUTS)
 @pytest.mark.parametrize("other", LAYOUTS)
 def test_a_merge_does_not_depend_on_the_layout_of_either_side(own: str, other: str) -> None:
-    """D6: the same hash of the merged layers, whatever library wrote which model."""
+    """The same hash of the merged layers, whatever library wrote which model."""
     base, expert = tower(), tiny.tuned(tower(), 1)
     expected = tiny.fresh(base)
     expected.fold(expert, "task1")
@@ -125,7 +125,7 @@ def test_methods_that_merge_every_parameter_cross_layouts_too(method: Any, other
 
 
 def test_real_two_tower_models_cross_layouts() -> None:
-    """L3: the text towers beside them do not get in the way, in either direction."""
+    """The text towers beside them do not get in the way, in either direction."""
     hf, oc = tiny.hf_clip().state_dict(), tiny.open_clip_model().state_dict()
     for base, incoming in ((hf, oc), (oc, hf)):
         merger = ContinualMerger(base, Add())
@@ -150,7 +150,7 @@ def test_the_individual_row_scores_an_expert_of_another_layout_whole(other: str)
 def test_shapes_and_dtypes_are_those_of_the_assembled_tensors() -> None:
     incoming = open_checkpoint({name: tensor.bfloat16() for name, tensor in as_timm(tower()).items()})
     shapes = {name: tuple(tensor.shape) for name, tensor in tower().items() if tensor.is_floating_point()}
-    found = relaid(open_checkpoint(tower()), tiny.only_weights(tower()), incoming)
+    found = convert_layout(open_checkpoint(tower()), tiny.only_weights(tower()), incoming)
     assert found is not None
     assert list(found) == list(shapes)
     assert len(found) == len(shapes)
@@ -159,7 +159,7 @@ def test_shapes_and_dtypes_are_those_of_the_assembled_tensors() -> None:
 
 
 def test_gpt2_is_turned_for_a_base_that_is_upright() -> None:
-    """E7: a decoder named like Llama with GPT-2's sizes; square and fused matrices land upright."""
+    """A decoder named like Llama with GPT-2's sizes; square and fused matrices land upright."""
     width, tensors = 4, {}
     for part, shape in (("q", (4, 4)), ("k", (4, 4)), ("v", (4, 4)), ("o", (4, 4))):
         tensors[f"model.layers.0.self_attn.{part}_proj.weight"] = tiny.randn(*shape, seed=ord(part))
@@ -168,7 +168,7 @@ def test_gpt2_is_turned_for_a_base_that_is_upright() -> None:
     assert gpt2["transformer.h.0.attn.c_attn.weight"].shape == (width, 3 * width)
     for base, incoming in ((tensors, gpt2), (gpt2, tensors)):
         shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
-        found = relaid(open_checkpoint(base), list(base), open_checkpoint(incoming))
+        found = convert_layout(open_checkpoint(base), list(base), open_checkpoint(incoming))
         assert found is not None
         tiny.assert_same({name: found[name].contiguous() for name in found}, base)
         assert found.shapes() == shapes
@@ -191,7 +191,7 @@ def test_another_size_is_refused_with_both_shapes() -> None:
 
 
 def test_a_missing_block_is_no_match() -> None:
-    """D8, D11: all layers or none."""
+    """All layers or none."""
     incoming = {name: tensor for name, tensor in as_open_clip(tower()).items() if "resblocks.1" not in name}
     assert "lacks 10 of 10" in refusal(tower(), incoming)
 
@@ -204,7 +204,7 @@ def test_a_tensor_without_counterpart_is_named() -> None:
 
 
 def test_prefixes_are_not_mixed_within_one_model() -> None:
-    """D11, D9: two towers side by side, or a model in two halves."""
+    """Two towers side by side, or a model in two halves."""
     half = as_open_clip(tower())
     mixed = {("a." if ".0." in name else "b.") + name: tensor for name, tensor in half.items()}
     twice = tiny.renamed(half, "", "student.") | tiny.renamed(half, "", "teacher.")
@@ -214,23 +214,28 @@ def test_prefixes_are_not_mixed_within_one_model() -> None:
 
 
 def test_the_same_layout_under_a_foreign_prefix_is_not_taken_for_another_layout() -> None:
-    """D11: one block is wanted, the file holds only the other: no way round."""
+    """One block is wanted, the file holds only the other: no way round."""
     base = open_checkpoint(tower())
     wanted = [name for name in tower() if "layers.0.self_attn" in name and name.endswith("weight")]
     incoming = open_checkpoint({name: tensor for name, tensor in tower().items() if "layers.1" in name})
-    assert relaid(base, wanted, incoming) is None
-    assert relaid(base, wanted, open_checkpoint(tiny.renamed(tower(), "", "head_0."))) is None
+    assert convert_layout(base, wanted, incoming) is None
+    assert convert_layout(base, wanted, open_checkpoint(tiny.renamed(tower(), "", "head_0."))) is None
 
 
 def test_a_fused_matrix_without_three_parts_is_no_match() -> None:
-    """L6: grouped heads."""
+    """Grouped heads."""
     incoming = as_timm(tower()) | {"blocks.0.attn.qkv.weight": torch.zeros(20, 8)}
     assert "lacks 10 of 10" in refusal(tower(), incoming)
 
 
-def test_alignment_is_made_only_where_names_differ() -> None:
+def test_a_layout_is_converted_only_where_names_differ() -> None:
     base = open_checkpoint(tower())
     names = tiny.only_weights(tower())
-    assert aligned(base, names, open_checkpoint(as_transformers(tower()))).keys() == as_transformers(tower()).keys()
-    found = aligned(base, names, open_checkpoint(as_open_clip(tower())))
-    tiny.assert_same(found, {name: tensor for name, tensor in tower().items() if tensor.is_floating_point()})
+    wanted = {name: tensor for name, tensor in tower().items() if name in names}
+    for layout in (as_transformers, as_open_clip):
+        found = align(base, names, open_checkpoint(layout(tower())))
+        tiny.assert_same(found, wanted)
+        assert (list(found.names.values()) == names) == (layout is as_open_clip)
+    other = convert_layout(base, names, open_checkpoint(as_open_clip(tower())))
+    assert other is not None
+    tiny.assert_same(other, {name: tensor for name, tensor in tower().items() if tensor.is_floating_point()})

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from checkpoint_files import in_folder
 from safetensors.torch import save_file
 from tiny import Add, Tensors
 from torch import nn
@@ -58,7 +59,7 @@ QUANTISED = {
 @pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize("told", [True, False])
 def test_a_quantised_model_is_refused_by_name(kind: str, told: bool, tmp_path: Path) -> None:
-    """M4, G7: by the names of its tensors, and by the name that its configuration gives the quantiser."""
+    """By the names of its tensors, and by the name that its configuration gives the quantiser."""
     method = kind.split()[0]
     config = {"quantization_config": {"quant_method": method}} if told else {}
     message = refusal(tiny.folder_of(tmp_path / "model", QUANTISED[kind], config=config))
@@ -71,14 +72,14 @@ def test_a_quantised_model_is_refused_by_name(kind: str, told: bool, tmp_path: P
 
 
 def test_a_model_with_a_stale_quantiser_in_its_configuration_is_read(tmp_path: Path) -> None:
-    """M5: what counts is what the tensors are."""
+    """What counts is what the tensors are."""
     config = {"quantization_config": {"quant_method": "gptq"}}
     folder = tiny.folder_of(tmp_path / "model", tiny.tuned(tiny.tower(), 1), config=config)
     assert ContinualMerger(tiny.tower(), Add()).fold(folder, "task").notes == ()
 
 
 def test_a_quantised_text_tower_is_no_obstacle() -> None:
-    """L3: only the vision tower is looked at."""
+    """Only the vision tower is looked at."""
     tensors = tiny.renamed(tiny.tower(), "", "vision_model.") | {"text_model.fc1.qweight": torch.zeros(2, 2).int()}
     assert open_checkpoint(tensors)["text_model.fc1.qweight"].dtype == torch.int32
 
@@ -152,7 +153,7 @@ SHARDED: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_a_checkpoint_in_the_shards_of_a_framework_is_refused_with_the_way_to_gather_it(
     kind: str, tmp_path: Path
 ) -> None:
-    """J5, E10: the folder, and each file of it that is given by its path."""
+    """The folder, and each file of it that is given by its path."""
     make, remedy = SHARDED[kind]
     folder = make(tmp_path / "model")
     message = refusal(folder)
@@ -167,7 +168,7 @@ def test_a_checkpoint_in_the_shards_of_a_framework_is_refused_with_the_way_to_ga
 
 
 def test_flat_parameters_are_called_slices() -> None:
-    """J5: a sharded state dict of FSDP that was saved as if it were whole."""
+    """A sharded state dict of FSDP that was saved as if it were whole."""
     tensors = tiny.tower() | {"_fsdp_wrapped_module._flat_param": torch.zeros(100)}
     assert "`_fsdp_wrapped_module._flat_param` is a slice of an FSDP model; save its full state dict" in refusal(
         tensors
@@ -175,7 +176,7 @@ def test_flat_parameters_are_called_slices() -> None:
 
 
 def test_the_names_of_wrapped_modules_are_no_obstacle() -> None:
-    """D3, J5: FSDP and activation checkpointing in the middle of names of a full state dict."""
+    """FSDP and activation checkpointing in the middle of names of a full state dict."""
     expert = tiny.tuned(tiny.tower(), 1)
     wrapped = {
         "_fsdp_wrapped_module." + re.sub(r"(layers\.\d+\.)", r"\1_checkpoint_wrapped_module.", name): tensor
@@ -203,7 +204,6 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_another_framework_is_named(name: str, tmp_path: Path) -> None:
-    """M4 for GGUF."""
     content, kind = FILES[name]
     (tmp_path / name).write_bytes(content)
     message = refusal(tmp_path / name)
@@ -247,7 +247,6 @@ def test_a_numpy_file_under_the_name_of_weights_is_named(tmp_path: Path) -> None
 
 
 def test_an_exported_program_is_named(tmp_path: Path) -> None:
-    """H4 for torch.export."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),)), tmp_path / "model.pt2")
@@ -256,7 +255,7 @@ def test_an_exported_program_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 def test_factors_without_their_settings_are_named(tmp_path: Path) -> None:
-    """G1: a PEFT model's whole state dict, a lone adapter file, and a file of another LoRA trainer."""
+    """A PEFT model's whole state dict, a lone adapter file, and a file of another LoRA trainer."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(tiny.hf_vision(), LoraConfig(target_modules=["q_proj"]))
@@ -267,3 +266,35 @@ def test_factors_without_their_settings_are_named(tmp_path: Path) -> None:
     assert "merge_and_unload" in refusal(tmp_path / "adapter" / "adapter_model.safetensors")
     kohya = {"lora_unet_down_blocks_0.lora_down.weight": torch.zeros(2, 4)}
     assert "is a factor of an adapter" in refusal(kohya)
+
+
+# no weights at all
+
+LFS = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+    + b"4d7a214614ab2935c943f9e0ff69d22e" * 2
+    + b"\nsize 1234\n"
+)
+
+HTML = b"<!DOCTYPE html>\n<html><head><title>404</title></head><body>not found</body></html>\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_git_lfs_pointer_is_recognised(name: str, tmp_path: Path) -> None:
+    folder = in_folder(tmp_path, name, LFS)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.*git-lfs pointer of {len(LFS)} bytes.*git lfs pull"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("content", [HTML, HTML * 40, b"", b"\0", b"GGUF\x03\0\0\0" + bytes(60)], ids=repr)
+def test_no_weights_under_the_name_of_weights(name: str, content: bytes, tmp_path: Path) -> None:
+    """A web page, an empty file, another format; the file is named."""
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "broken" / name))):
+        open_checkpoint(in_folder(tmp_path, name, content))
+
+
+def test_a_gguf_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(60))
+    with pytest.raises(CheckpointError, match=r"model\.gguf.*GGUF.*float32, bfloat16 or float16"):
+        open_checkpoint(tmp_path / "model.gguf")

@@ -9,55 +9,27 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
 import yaml
 from command_line import environment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from small import RANKS
-from tiny_hub import write_clip, write_expert, write_hub, write_set
+from tiny_hub import BACKBONES, data_of, write_hub
 
 from safemerge_pl.backbones import CLIPBackbone
-from safemerge_pl.backbones.heads import zero_shot_head
 from safemerge_pl.callbacks import ReferenceRows, SAFEMergeCallback
-from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.data.benchmark import CLIPBenchmarkData
 from safemerge_pl.data.image_sets import CONTROLS, TASKS, find_spec
 from safemerge_pl.methods import SafeMerge, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.runtime.configs import config_folder
-from safemerge_pl.scoring import Scorer
 from safemerge_pl.study import Study, StudyRow
 
+pytestmark = pytest.mark.usefixtures("datasets_apart")
+
 FULL = sorted(path.name for path in config_folder().glob("clip_*.yaml"))
-BACKBONES = {"b32": "clip-vit-base-patch32", "b16": "clip-vit-base-patch16", "l14": "clip-vit-large-patch14"}
 
 
-@pytest.fixture(autouse=True)
-def quiet_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
-    datasets.disable_progress_bars()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A tiny CLIP of a known name with two experts, and a folder with their sets and one held-out set."""
-    root = tmp_path_factory.mktemp("small")
-    clip = write_clip(root / "models" / BACKBONES["b32"])
-    for seed, task in enumerate(("mnist", "eurosat"), start=1):
-        write_expert(root / "models" / task, clip, seed)
-    for name in ("mnist", "eurosat", "fer2013", "pcam"):
-        write_set(root / "sets" / name, name, 12)
-    return root / "models" / BACKBONES["b32"], root / "sets"
-
-
-def data_of(model: tuple[Path, Path], **kwargs: Any) -> CLIPBenchmarkData:
-    settings: dict[str, Any] = {"tasks": ["mnist", "eurosat"], "controls": ["fer2013"], "num_workers": 0}
-    settings |= {"folder": str(model[1]), "any_size": True, "batch_size": 5}
-    return CLIPBenchmarkData(**{**settings, **kwargs})
-
-
-def module_of(model: tuple[Path, Path]) -> ContinualMergeModule:
-    return ContinualMergeModule(CLIPBackbone(str(model[0]), image_backend="pil"))
+def module_of(benchmark: tuple[Path, Path]) -> ContinualMergeModule:
+    return ContinualMergeModule(CLIPBackbone(str(benchmark[0]), image_backend="pil"))
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -120,62 +92,18 @@ def test_a_full_size_config_runs_whole(verb: str, hub: Path, tmp_path: Path) -> 
     CLIPProcessor.from_pretrained(folder / "merged")
 
 
-def test_scores_equal_counting_by_hand(model: tuple[Path, Path], make_trainer: Callable[..., Any]) -> None:
-    """K10: boolean labels, a web data set and parquet files, in batches that do not divide the sets."""
-    module, trainer = module_of(model), make_trainer()
-    trainer.validate(module, data_of(model, tasks=["pcam", "eurosat"]), verbose=False)
-    for name in ("pcam", "eurosat", "fer2013"):
-        rows = data_of(model, tasks=["pcam", "eurosat"]).image_set(name).rows[:]
-        with torch.inference_mode():
-            logits = module(module.backbone.preprocess(rows["image"]), name)
-        right = sum(int(a == int(b)) for a, b in zip(logits.argmax(1).tolist(), rows["label"], strict=True))
-        assert module.last_scores[name] == right / 12
-
-
-def test_workers_decode_the_same(model: tuple[Path, Path], make_trainer: Callable[..., Any]) -> None:
-    scores = []
-    for workers in (0, 2):
-        module = module_of(model)
-        make_trainer().validate(module, data_of(model, num_workers=workers), verbose=False)
-        scores.append(module.last_scores)
-    assert scores[0] == scores[1]
-
-
-def test_limit_and_prompts(model: tuple[Path, Path]) -> None:
-    data = data_of(model, limit=4, prompts={"mnist": ["the digit {}"], "fer2013": "openai"})
-    assert len(data.image_set("mnist")) == 4
-    assert data.image_set("mnist").templates == ("the digit {}",)
-    assert len(data.image_set("fer2013").templates) == 80
-    assert data.settings() != data_of(model).settings()
+def test_limit_and_prompts(benchmark: tuple[Path, Path]) -> None:
+    data = data_of(benchmark, limit=4, prompts={"mnist": ["the digit {}"], "fer2013": "openai"})
+    assert len(data.labelled_set("mnist")) == 4
+    assert data.labelled_set("mnist").templates == ("the digit {}",)
+    assert len(data.labelled_set("fer2013").templates) == 80
+    assert data.settings() != data_of(benchmark).settings()
     with pytest.raises(ValueError, match="`limit` must be at least 1"):
-        data_of(model, limit=0)
+        data_of(benchmark, limit=0)
     with pytest.raises(ValueError, match="`prompts` names dtd, which is neither a task nor a control"):
-        data_of(model, prompts={"dtd": "single"})
+        data_of(benchmark, prompts={"dtd": "single"})
     with pytest.raises(ValueError, match="did you mean 'eurosat'"):
-        data_of(model, tasks=["eurosta"])
-
-
-def test_all_missing_sets_are_named_at_once(model: tuple[Path, Path]) -> None:
-    with pytest.raises(ValueError, match=r"set 'dtd'.*does not exist") as caught:
-        data_of(model, tasks=["mnist", "dtd", "kmnist"]).setup("fit")
-    assert [line.split("'")[1] for line in str(caught.value).splitlines()] == ["dtd", "kmnist"]
-
-
-def test_an_image_that_cannot_be_decoded_is_named(model: tuple[Path, Path], tmp_path: Path) -> None:
-    write_set(tmp_path / "mnist", "mnist", 4)
-    path = tmp_path / "mnist" / "data" / "test-00000-of-00001.parquet"
-    rows = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "c")).cast_column(
-        "image", datasets.Image(decode=False)
-    )
-    broken = [{"bytes": b"no image", "path": None}, *rows["image"][1:]]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    datasets.Dataset.from_dict({"image": broken, "label": [0, 1, 2, 3]}, features=features).to_parquet(path)
-    data = data_of(model, tasks=["mnist"], controls=[], folder=str(tmp_path))
-    backbone = CLIPBackbone(str(model[0]))
-    dataset: Any = data.dataset("mnist", backbone)
-    dataset.__getitems__([1, 3])
-    with pytest.raises(ValueError, match=r"set 'mnist': one of the images 0 to 2 cannot be decoded .*; fetch the set"):
-        dataset.__getitems__([0, 2])
+        data_of(benchmark, tasks=["eurosta"])
 
 
 def counted(folder: Path, **counts: dict[str, int]) -> str:
@@ -188,28 +116,28 @@ def counted(folder: Path, **counts: dict[str, int]) -> str:
     return str(folder)
 
 
-def test_known_right_answers_are_the_expected_scores(model: tuple[Path, Path]) -> None:
-    data = data_of(model, published="clip-vit-base-patch32", tasks=["mnist", "eurosat"], controls=["imagenet"])
+def test_known_right_answers_are_the_expected_scores(benchmark: tuple[Path, Path]) -> None:
+    data = data_of(benchmark, published="clip-vit-base-patch32", tasks=["mnist", "eurosat"], controls=["imagenet"])
     assert data.expected == {
         "pretrained": {"mnist": 4826 / 10000, "eurosat": 1215 / 2700},
         "individual": {"mnist": 9958 / 10000, "eurosat": 2675 / 2700},
     }
-    other = data_of(model, published="clip-vit-base-patch32", prompts={"mnist": "single"})
+    other = data_of(benchmark, published="clip-vit-base-patch32", prompts={"mnist": "single"})
     assert "mnist" not in other.expected["pretrained"], "other prompts have other right answers"
-    assert data_of(model, published="clip-vit-base-patch32", limit=3).expected == {}
-    assert data_of(model, published="clip-vit-huge-patch14").expected == data_of(model).expected == {}
+    assert data_of(benchmark, published="clip-vit-base-patch32", limit=3).expected == {}
+    assert data_of(benchmark, published="clip-vit-huge-patch14").expected == data_of(benchmark).expected == {}
 
 
 def test_known_counts_stop_a_run_that_differs(
-    model: tuple[Path, Path], tmp_path: Path, make_trainer: Callable[..., Any]
+    benchmark: tuple[Path, Path], tmp_path: Path, make_trainer: Callable[..., Any]
 ) -> None:
-    """N9: another model or preprocessing is known before the stream starts, set, expected and found named."""
-    experts = {task: str(model[0].parent / task) for task in ("mnist", "eurosat")}
+    """Another model or preprocessing is known before the stream starts, set, expected and found named."""
+    experts = {task: str(benchmark[0].parent / task) for task in ("mnist", "eurosat")}
 
     def run(within: float | None, **settings: Any) -> ReferenceRows:
         rows = ReferenceRows(assert_scores=within)
         merge = SAFEMergeCallback(experts=experts, **RANKS)
-        make_trainer(merge, rows, max_epochs=1).fit(module_of(model), data_of(model, **settings))
+        make_trainer(merge, rows, max_epochs=1).fit(module_of(benchmark), data_of(benchmark, **settings))
         return rows
 
     with pytest.raises(MisconfigurationException, match=r"mnist \d+\.\d+, published 48\.26"):
@@ -231,146 +159,37 @@ def test_known_counts_stop_a_run_that_differs(
         run(0.01, sets=counted(tmp_path, **right), published="tiny")
 
 
-def study_of(model: tuple[Path, Path], folder: Path, **kwargs: Any) -> Study:
+def study_of(benchmark: tuple[Path, Path], folder: Path, **kwargs: Any) -> Study:
     rows = [StudyRow("SAFE-Merge", SafeMerge(**RANKS)), StudyRow("TA", TaskArithmetic())]
     data = {key: kwargs.pop(key) for key in ("limit", "sets", "published") if key in kwargs}
     return Study(
-        CLIPBackbone(str(model[0])),
-        {"2": data_of(model, **data)},
+        CLIPBackbone(str(benchmark[0])),
+        {"2": data_of(benchmark, **data)},
         rows,
-        experts=str(model[0].parent / "{task}"),
+        experts=str(benchmark[0].parent / "{task}"),
         orders=[42],
         folder=str(folder),
         **kwargs,
     )
 
 
-def test_a_study_of_the_benchmarks(model: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_study_of_the_benchmarks(benchmark: tuple[Path, Path], tmp_path: Path) -> None:
     """The rows of a table; what is scored belongs to what a kept result depends on."""
-    first = study_of(model, tmp_path)
+    first = study_of(benchmark, tmp_path)
     first.run()
     assert {result["row"] for result in first.results} == {"SAFE-Merge", "TA"}
     assert set(first.references["2"]) == {"Pre-trained", "Individual"}
     kept = len(list((tmp_path / "cells").iterdir()))
-    study_of(model, tmp_path).run()
+    study_of(benchmark, tmp_path).run()
     assert len(list((tmp_path / "cells").iterdir())) == kept
-    study_of(model, tmp_path, limit=3, individual=False).run()
+    study_of(benchmark, tmp_path, limit=3, individual=False).run()
     assert len(list((tmp_path / "cells").iterdir())) == 2 * kept
 
 
 def test_a_study_asserts_counts_before_the_experts(
-    model: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    study = study_of(model, tmp_path, assert_scores=0.001, published="clip-vit-base-patch32")
+    study = study_of(benchmark, tmp_path, assert_scores=0.001, published="clip-vit-base-patch32")
     with pytest.raises(MisconfigurationException, match=r"the pretrained model should score .*published 48\.26"):
         study.run()
     assert "expert" not in capsys.readouterr().out
-
-
-def test_scores_are_kept(model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation that was interrupted goes on; other weights, prompts, images or fewer of them are other scores."""
-    monkeypatch.setenv("SAFEMERGE_CACHE", str(tmp_path / "kept"))
-    backbone = CLIPBackbone(str(model[0]))
-    backbone.load()
-    scored = []
-    real = Scorer.count
-
-    def counting(self: Scorer, name: str, batch: Any) -> None:
-        scored.append(name)
-        real(self, name, batch)
-
-    monkeypatch.setattr(Scorer, "count", counting)
-
-    def score(name: str = "eurosat", **settings: Any) -> float:
-        scored.clear()
-        return Scorer(backbone, data_of(model, **settings)).score(name)
-
-    first = score()
-    assert len(scored) == 3
-    assert score() == first
-    assert scored == []
-    (file,) = (tmp_path / "kept" / "scores").iterdir()
-    file.write_text("{")
-    assert score() == first
-    assert len(scored) == 3
-    for settings in ({"limit": 5}, {"prompts": {"eurosat": "single"}}):
-        score(**settings)
-        assert scored
-    with torch.no_grad():
-        backbone.vision_model.encoder.layers[0].mlp.fc1.weight.mul_(3)
-    score()
-    assert scored
-    assert len(list(file.parent.iterdir())) == 4
-
-
-def test_a_head_of_many_texts_is_kept(
-    model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit the same from the cache; another text tower, text or tokenizer is another head."""
-    backbone = CLIPBackbone(str(model[0]))
-    backbone.load()
-    key = backbone.text_key()
-    backbone._text.pop("key")
-    spec = find_spec("stanford-cars")
-    plain = zero_shot_head(backbone, spec.classes, spec.templates)
-    monkeypatch.setenv("SAFEMERGE_CACHE", str(tmp_path / "kept"))
-    first = zero_shot_head(backbone, spec.classes, spec.templates)
-    (file,) = (tmp_path / "kept" / "heads").iterdir()
-    assert torch.equal(plain, first)
-    assert backbone.text_key() == key  # what the tokenizer last did is not what it is
-    with monkeypatch.context() as inner:
-        inner.setattr(CLIPBackbone, "encode_text", None)
-        assert torch.equal(zero_shot_head(backbone, spec.classes, spec.templates), first)
-    file.write_bytes(b"damaged")
-    assert torch.equal(zero_shot_head(backbone, spec.classes, spec.templates), first)
-    zero_shot_head(backbone, spec.classes[::-1], spec.templates)
-    other = CLIPBackbone(str(model[0]))
-    other.load()
-    assert other.text_key() == backbone.text_key()
-    other._text.pop("key")
-    with torch.no_grad():
-        other._text["projection"].weight[0, 0] += 1
-    assert other.text_key() != backbone.text_key()
-    zero_shot_head(other, spec.classes, spec.templates)
-    assert len(list(file.parent.iterdir())) == 3
-
-
-def test_a_cache_that_cannot_be_written_costs_only_time(
-    model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("SAFEMERGE_CACHE", str(tmp_path / "file"))
-    backbone = CLIPBackbone(str(model[0]))
-    backbone.load()
-    assert zero_shot_head(backbone, [str(index) for index in range(1024)], ["{}"]).shape == (1024, 8)
-
-
-def test_preprocessing_as_the_paper_s_pipeline(model: tuple[Path, Path], tmp_path: Path) -> None:
-    """PIL's resizing and torchvision's differ by rounding; the one asked for is the one used, also elsewhere."""
-    import pickle
-
-    import numpy
-    from tiny_hub import picture
-
-    images = [picture(index, 40) for index in range(3)]
-    pil = CLIPBackbone(str(model[0]), image_backend="pil").preprocess(images)
-    other = CLIPBackbone(str(model[0]))
-    assert pil.shape == other.preprocess(images).shape == (3, 3, 16, 16)
-    resized = numpy.asarray(images[0].resize((16, 16), 3))
-    expected = torch.tensor(resized).permute(2, 0, 1) / 255
-    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])[:, None, None]
-    std = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]
-    torch.testing.assert_close(pil[0], (expected - mean) / std, atol=1e-5, rtol=0)
-    sent = pickle.dumps(other.preprocessor())
-    assert len(sent) < 10_000
-    assert torch.equal(pickle.loads(sent)(images), other.preprocess(images))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"has no preprocessor_config\.json"):
-        CLIPBackbone(str(tmp_path)).preprocess(images)
-
-
-def test_a_text_that_is_too_long_for_the_tower(model: tuple[Path, Path]) -> None:
-    backbone = CLIPBackbone(str(model[0]))
-    backbone.load()
-    with pytest.raises(ValueError, match="the text tower takes 320 tokens, which 'zzz"):
-        backbone.encode_text(["z" * 2000, "short"])

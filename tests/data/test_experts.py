@@ -49,7 +49,6 @@ def test_a_hub_pattern_is_left_to_the_hub(place: str, tmp_path: Path, monkeypatc
 
 
 def test_a_local_path_wins_over_a_hub_pattern(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C14."""
     monkeypatch.chdir(experts.parent)
     assert find_experts("experts/{task}", ["a"]) == {"a": Path("experts/a")}
     with pytest.raises(MisconfigurationException, match="experts/c not found"):

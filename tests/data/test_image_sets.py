@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from safemerge_pl.data.image_sets import CONTROLS, FOLDER, TASKS, SetSpec, find_spec, named_prompts, stream_of
+from safemerge_pl.data.image_sets import CONTROLS, FOLDER, TASKS, SetSpec, find_spec, find_templates, stream_of
 
-# METHODS 13: images in the scored split, classes, templates, right answers of zero-shot ViT-B/32 and of its experts
+# images in the scored split, classes, templates, right answers of zero-shot ViT-B/32 and of its experts
 FACTS = {
     "sun397": (19850, 397, 2, 12541, 14860),
     "stanford-cars": (8041, 196, 8, 4791, 6314),
@@ -124,18 +124,18 @@ def test_lists_that_another_library_has_too() -> None:
 
 
 def test_held_out_sets() -> None:
-    """METHODS 13.1: one plain prompt for ImageNet, the 80 of open_clip for the others."""
+    """One plain prompt for ImageNet, the 80 of open_clip for the others."""
     shapes = {name: (len(find_spec(name).classes), len(find_spec(name).templates)) for name in CONTROLS}
     assert shapes == {"imagenet": (1000, 1), "imagenet-r": (200, 80), "objectnet": (113, 80)}
     assert [find_spec(name).size for name in CONTROLS] == [50000, 30000, 18574]
     prompts = find_spec("objectnet").templates
     assert len(set(prompts)) == 80, "closures must not share their last sentence"
     assert (prompts[0], prompts[-1]) == ("a bad photo of a {}.", "a tattoo of the {}.")
-    assert len(named_prompts("simple", "here")) == 7
+    assert len(find_templates("simple", "here")) == 7
 
 
 def test_the_paper_s_orders() -> None:
-    """METHODS 11: streams are the first 8, 14 and 20 names, orders shuffle their positions with seeds 42 to 51."""
+    """Streams are the first 8, 14 and 20 names, orders shuffle their positions with seeds 42 to 51."""
     from safemerge_pl.data.benchmark import CLIPBenchmarkData
 
     for length in (8, 14, 20):

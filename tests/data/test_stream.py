@@ -34,7 +34,6 @@ def test_the_orders_of_the_paper(length: int, seed: int) -> None:
 
 
 def test_without_a_seed_the_order_is_as_given() -> None:
-    """P3, P4."""
     stream = TaskStream(["b", "a", "c"])
     assert (list(stream), len(stream), stream[0], stream[2], stream.order_seed) == (["b", "a", "c"], 3, "b", "c", None)
 
@@ -45,7 +44,6 @@ def test_seed_zero_is_a_seed() -> None:
 
 
 def test_the_given_list_and_the_global_random_state_are_left_alone() -> None:
-    """P1."""
     tasks, state = ["a", "b", "c", "d"], random.getstate()
     first, second = TaskStream(tasks, 42), TaskStream(tasks, 42)
     assert list(first) == list(second)
@@ -57,7 +55,7 @@ def test_the_given_list_and_the_global_random_state_are_left_alone() -> None:
 
 @pytest.mark.parametrize("tasks", [["a", "b", "a"], ["mnist", "MNIST"], ["Straße", "STRASSE"]])
 def test_names_must_differ_whatever_their_case(tasks: list[str]) -> None:
-    """P5: the twins are named."""
+    """The twins are named."""
     with pytest.raises(ValueError, match=rf"distinct names, got .*{tasks[-1]}"):
         TaskStream(tasks)
 

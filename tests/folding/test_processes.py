@@ -64,8 +64,7 @@ def work(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_share_a_fold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """J1, J2."""
-    monkeypatch.setattr("safemerge_pl.folding.CORE_STACK_ENTRIES", 64)
+    monkeypatch.setattr("safemerge_pl.folding.engine.CORE_STACK_ENTRIES", 64)
     mp.start_processes(_small_stacks, (str(tmp_path),), nprocs=2, start_method="spawn")
     both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     expected = json.loads(json.dumps([_alone(method) for method in METHODS]))
@@ -83,9 +82,9 @@ def _alone(method: MergeMethod) -> list[Any]:
 
 def _small_stacks(rank: int, folder: str) -> None:
     """One layer a stack, so that there is something to share."""
-    import safemerge_pl.folding as folding_module
+    from safemerge_pl.folding import engine
 
-    folding_module.CORE_STACK_ENTRIES = 64
+    engine.CORE_STACK_ENTRIES = 64
     work(rank, folder)
 
 

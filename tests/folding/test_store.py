@@ -7,8 +7,8 @@ import tiny
 import torch
 
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.commands.fold import fold_once
-from safemerge_pl.folding.store import DiskTensors, LazyTensors
+from safemerge_pl.checkpoints.tensors import LazyTensors
+from safemerge_pl.folding.store import DiskTensors
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, MergeMethod, TiesMerging
 
@@ -49,7 +49,7 @@ def test_whether_a_tensor_is_there_is_known_without_reading_it(tmp_path: Path) -
 )
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_merge_on_disk_equals_one_in_memory(method: MergeMethod, fused: bool, tmp_path: Path) -> None:
-    """M1: and continues from its folder without reading it whole."""
+    """It also continues from its folder without reading it whole."""
     base = dict(tiny.open_clip_model().state_dict()) if fused else tiny.tower()
     here, there = ContinualMerger(base, method), ContinualMerger(base, method, workspace=tmp_path / "work")
     expected = [here.fold(tiny.tuned(base, seed), f"task{seed}").merged for seed in (1, 2, 3)]
@@ -66,7 +66,6 @@ def test_a_merge_on_disk_equals_one_in_memory(method: MergeMethod, fused: bool, 
 
 
 def test_a_fold_that_fails_leaves_the_merge_on_disk(tmp_path: Path) -> None:
-    """G6."""
     base = tiny.tower()
     merger = ContinualMerger(base, tiny.fast_method(), workspace=tmp_path)
     merger.fold(tiny.tuned(base, 1), "one")
@@ -77,21 +76,3 @@ def test_a_fold_that_fails_leaves_the_merge_on_disk(tmp_path: Path) -> None:
     twin = tiny.folded(1, 2)
     merger.fold(tiny.tuned(base, 2), "task2")
     assert merger.fingerprint() == twin.fingerprint()
-
-
-def test_a_fold_in_low_memory_writes_the_same_folder(tmp_path: Path) -> None:
-    """M1: yesterday's merge is read from its own folder, which today's replaces."""
-    base, experts = tiny.tower("vision_model."), []
-    pretrained = tiny.folder_of(tmp_path / "base", base, config={"model_type": "clip"})
-    for seed in (1, 2):
-        experts.append(str(tiny.folder_of(tmp_path / f"expert{seed}", tiny.tuned(base, seed))))
-    hashes = []
-    for low_memory in (False, True):
-        out, places = str(tmp_path / f"out{low_memory}"), {"pretrained": str(pretrained), "low_memory": low_memory}
-        fold_once(**places, incoming=experts[0], output=out, method=tiny.fast_method())  # type: ignore[arg-type]
-        (tmp_path / f".out{low_memory}.work").mkdir()  # left by a process that was killed
-        fold_once(**places, incoming=experts[1], output=out, merged=out)  # type: ignore[arg-type]
-        hashes.append({path.name: path.read_bytes() for path in Path(out).iterdir() if path.suffix == ".safetensors"})
-        assert len(ContinualMerger.load(out, pretrained).tasks) == 2
-    assert hashes[0] == hashes[1]
-    assert not list(tmp_path.glob(".*"))

@@ -1,6 +1,5 @@
 """Whatever fails, and whenever: the output is yesterday's or today's, whole, and folding again gives the same bits."""
 
-import errno
 import json
 import os
 import re
@@ -8,12 +7,9 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
-import threading
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -25,9 +21,8 @@ from tiny import assert_same, folded, fresh, tower, tuned
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.commands.fold import fold_once
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.output import folders, locks
-from safemerge_pl.output.folders import STATE_FILE, check_output, staged_folder
-from safemerge_pl.output.locks import output_lock
+from safemerge_pl.output import folders
+from safemerge_pl.output.folders import staged_folder
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -49,7 +44,7 @@ def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_a_fault_at_any_call_leaves_the_earlier_merge(
     kind: str, earlier: bool, error: BaseException, swap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C8, C9, C12: every call of every kind fails in turn; the state in memory can be saved all the same."""
+    """Every call of every kind fails in turn; the state in memory can be saved all the same."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # it takes long, and is only told from others by failing
     base = tiny.folder_of(tmp_path / "base", tower(), config={"model_type": "x"}, tokenizer={})
     merger = fresh(base)
@@ -98,7 +93,7 @@ def attempt(work: Callable[[], object]) -> str | None:
 
 
 def test_a_real_limit_of_the_system_is_told_in_words(tmp_path: Path) -> None:
-    """C8: the kernel itself refuses to let a file grow."""
+    """The kernel itself refuses to let a file grow."""
     out = folded(1).save(tmp_path / "out")
     before = content(out)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -115,7 +110,7 @@ def test_a_real_limit_of_the_system_is_told_in_words(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_refused_before_anything_is_folded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C8: from shapes and dtypes; the message has both numbers."""
+    """From shapes and dtypes; the message has both numbers."""
     base = tiny.folder_of(tmp_path / "base", tower(), config={})
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 2**20 + 5000))
@@ -129,107 +124,8 @@ def test_a_disk_without_room_is_refused_before_anything_is_folded(
     assert beside(tmp_path / "out") == ["base"]
 
 
-def test_an_output_in_use_is_refused(tmp_path: Path) -> None:
-    """J6: by another thread here, which the system treats like another process; the holder is named."""
-    out = folded(1).save(tmp_path / "out")
-    caught: list[str] = []
-
-    def other() -> None:
-        for attempt in (lambda: folded(1, 2).save(out), lambda: fold_once("gone", "gone", str(out))):
-            with pytest.raises(CheckpointError) as raised:
-                attempt()
-            caught.append(str(raised.value))
-
-    with output_lock(out), output_lock(out):
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        assert ContinualMerger.load(out, tower()).tasks == ["task1"]
-    assert all(f"process {os.getpid()} on " in text and "is writing the output" in text for text in caught)
-    assert len(caught) == 2
-    assert beside(out) == []
-    folded(1, 2).save(out)
-
-
-def test_the_lock_of_a_dead_process_does_not_last(tmp_path: Path) -> None:
-    """C12: its file may lie there, but the system has given the lock back."""
-    out = folded(1).save(tmp_path / "out")
-    (tmp_path / ".out.lock").write_text("process 1 on elsewhere")
-    folded(1, 2).save(out)
-    assert beside(out) == []
-
-
-def test_a_file_system_without_locks_is_used_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then only what a dead process left is swept away."""
-
-    def missing(*args: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(locks.fcntl, "flock", missing)
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    for number in (dead.pid, os.getppid(), os.getpid()):
-        (tmp_path / f".out.partial-{number}").mkdir()
-    assert ContinualMerger.load(folded(1).save(tmp_path / "out"), tower()).tasks == ["task1"]
-    assert beside(tmp_path / "out") == [f".out.partial-{os.getppid()}"]
-
-
-def test_a_full_disk_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C8: nor does a lock that cannot tell its holder."""
-
-    def full(*args: object) -> None:
-        raise FULL
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        folded(1).save(tmp_path / "out")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", full)
-        with pytest.raises(CheckpointError, match="No space left"):
-            folded(1, 2).save(tmp_path / "out")
-    folded(1, 2).save(tmp_path / "out")
-    assert beside(tmp_path / "out") == []
-
-
-def test_a_merge_that_somebody_else_continued_is_not_overwritten(tmp_path: Path) -> None:
-    """Two people load the same merge; the second to save would undo what the first has folded."""
-    out = folded(1).save(tmp_path / "out")
-    one, two = (ContinualMerger.load(out, tower()) for _ in range(2))
-    one.fold(tuned(tower(), 2), "a")
-    one.save(out)
-    two.fold(tuned(tower(), 3), "b")
-    with pytest.raises(CheckpointError, match="was continued by another process since it was read"):
-        two.save(out)
-    assert ContinualMerger.load(out, tower()).tasks == ["task1", "a"]
-    one.fold(tuned(tower(), 3), "b")
-    one.save(out)
-    two.save(tmp_path / "elsewhere")
-    assert beside(out) == ["elsewhere"]
-
-
-def test_an_output_that_is_replaced_while_it_is_read_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Yesterday's state with today's weights would be refused as tampered."""
-    from safemerge_pl.output import saving
-
-    out = folded(1).save(tmp_path / "out")
-    real, calls = saving.open_checkpoint, []
-
-    def slow(source: Any) -> Any:
-        calls.append(source)
-        if len(calls) == 1:
-            folded(1, 2).save(out)
-        return real(source)
-
-    monkeypatch.setattr(saving, "open_checkpoint", slow)
-    merger = ContinualMerger.load(out, tower())
-    assert merger.tasks == ["task1", "task2"]
-    assert merger.fingerprint() == folded(1, 2).fingerprint()
-
-
 def test_what_dead_processes_left_is_swept_away(tmp_path: Path, swap: str) -> None:
-    """C12: partial and old folders of this output; never those of another one."""
+    """Partial and old folders of this output; never those of another one."""
     out = folded(1).save(tmp_path / "out")
     for name in (".out.partial-4711", f".out.partial-{os.getpid()}", ".out.old-4711", ".out2.partial-4711", ".outer"):
         shutil.copytree(out, tmp_path / name)
@@ -237,86 +133,8 @@ def test_what_dead_processes_left_is_swept_away(tmp_path: Path, swap: str) -> No
     assert beside(out) == [".out2.partial-4711", ".outer"]
 
 
-@pytest.mark.parametrize("name", ["[a]", "a*", "a b?", "ä.x"])
-def test_an_odd_name_is_recovered_too(name: str, tmp_path: Path) -> None:
-    """C14."""
-    out = folded(1).save(tmp_path / name)
-    out.rename(tmp_path / f".{name}.old-1")
-    assert ContinualMerger.load(out, tower()).tasks == ["task1"]
-
-
-def test_an_old_folder_that_is_not_whole_is_not_brought_back(tmp_path: Path) -> None:
-    """C12: a kill while the old folder was being removed."""
-    out = folded(1).save(tmp_path / "out")
-    out.rename(tmp_path / ".out.old-1")
-    shutil.copytree(tmp_path / ".out.old-1", tmp_path / ".out.old-2")
-    (tmp_path / ".out.old-2" / STATE_FILE).unlink()
-    assert ContinualMerger.load(out, tower()).tasks == ["task1"]
-
-
-def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume of a container: it can be written, but not replaced."""
-    (tmp_path / "out").mkdir()
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"is a mount point, .*; name a folder inside it"):
-        check_output(tmp_path / "out")
-    check_output(tmp_path / "out" / "merge")
-
-
-def test_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
-    """C10."""
-    (tmp_path / "out").symlink_to(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match="is a link to a place that is gone"):
-        folded(1).save(tmp_path / "out")
-
-
-def test_a_read_only_parent_is_refused() -> None:
-    """C9: the folder itself can be written, but not replaced. Root may do anything, so another user is played."""
-    script = """
-import os, sys
-from pathlib import Path
-from safemerge_pl.output.folders import check_output
-place = Path(sys.argv[1])
-place.chmod(0o555)
-if os.geteuid() == 0:
-    os.setgid(65534)
-    os.setuid(65534)
-try:
-    check_output(place / "out")
-except ValueError as error:
-    print(error)
-"""
-    with tempfile.TemporaryDirectory() as place:
-        (Path(place) / "out").mkdir()
-        (Path(place) / "out").chmod(0o777)
-        run = subprocess.run([sys.executable, "-c", script, place], capture_output=True, text=True, check=True)
-        Path(place).chmod(0o755)
-    assert "out cannot be written (Permission denied); name another folder." in run.stdout
-
-
-def test_an_output_that_holds_an_input_is_refused(tmp_path: Path) -> None:
-    """C11: the base would be moved away with the earlier merge."""
-    out = folded(1).save(tmp_path / "out")
-    base = tiny.folder_of(out / "base", tower())
-    with pytest.raises(CheckpointError, match="holds the input"):
-        fold_once(str(base), str(tmp_path), str(out), merged=str(out))
-
-
-def test_links_that_the_user_put_into_an_output_stay_links(tmp_path: Path) -> None:
-    """I14: also one that leads nowhere."""
-    out = folded(1).save(tmp_path / "out")
-    (out / "last").symlink_to("model.safetensors")
-    (out / "gone").symlink_to(tmp_path / "gone")
-    (out / "plots").mkdir()
-    (out / "plots" / "x").symlink_to("../README.md")
-    folded(1, 2).save(out)
-    assert os.readlink(out / "last") == "model.safetensors"
-    assert os.readlink(out / "gone") == str(tmp_path / "gone")
-    assert (out / "plots" / "x").read_text() == (out / "README.md").read_text()
-
-
 def test_a_fault_in_the_body_leaves_nothing(tmp_path: Path) -> None:
-    """C12: also of the folders above that were made for it."""
+    """Also of the folders above that were made for it."""
 
     def half() -> None:
         with staged_folder(tmp_path / "a" / "b" / "out") as staging:
@@ -331,7 +149,7 @@ def test_a_fault_in_the_body_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["every event", "soak", "race"])
 def test_killed_at_any_moment_and_gone_on(mode: str, tmp_path: Path) -> None:
-    """C12, I15, J6: ``safemerge fold`` day after day into one output, by processes that are killed or compete.
+    """``safemerge fold`` day after day into one output, by processes that are killed or compete.
 
     *every event*: SIGKILL before each file operation in turn. *soak*: SIGKILL at random moments. *race*: two at once.
     """

@@ -1,338 +1,28 @@
-"""Saving: complete folders that load anywhere, written whole or not at all."""
+"""Output folders: where they may be, what stays in them, and what a kill leaves behind."""
 
 import builtins
 import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-import torch
-from folders import beside, clip_folder, loading_info
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from tiny import FC1, Add, Tensors, as_file, assert_same, copied, folded, fresh, tower, tuned
-from torch import nn
+from folders import beside
+from safetensors.torch import load_file
+from tiny import assert_same, folded, fresh, tower, tuned
 
-from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
+from safemerge_pl.checkpoints import CheckpointError
+from safemerge_pl.commands.fold import fold_once
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.methods import SafeMerge
-from safemerge_pl.output.folders import STATE_FILE
-from safemerge_pl.output.ledger import LEDGER_FILE
-from safemerge_pl.output.saving import MASTER_FILE
-from safemerge_pl.zoo import FILES
-
-# tied and strided tensors
-
-
-def test_a_tensor_with_two_names_is_merged_once_and_saved(tmp_path: Path) -> None:
-    """B3, B5."""
-    module = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False), "c": nn.Linear(4, 4)})
-    module["b"].weight = module["a"].weight
-    base = copied(module.state_dict())
-    merger = ContinualMerger(module, Add(), layers=["*.weight"])
-    incoming = {name: tensor + 1 if name.endswith("weight") else tensor for name, tensor in base.items()}
-    merger.fold(incoming, "ones")
-    for name in ("a.weight", "b.weight"):
-        torch.testing.assert_close(merger.merged[name], base[name] + 1)
-    saved = load_file(merger.save(tmp_path / "out") / "model.safetensors")
-    assert sorted(saved) == sorted(base)
-    torch.testing.assert_close(saved["b.weight"], base["a.weight"] + 1)
-
-
-def tied_t5(kind: str, tmp_path: Path) -> Any:
-    model = tiny.hf_t5()
-    assert model.shared.weight.data_ptr() == model.encoder.embed_tokens.weight.data_ptr()
-    if kind == "module":
-        return model
-    if kind == "mapping":
-        return model.state_dict()
-    if kind == "file":
-        torch.save(model.state_dict(), tmp_path / "t5.pt")
-        return tmp_path / "t5.pt"
-    (tmp_path / "t5").mkdir()
-    if kind == "pickle in a folder":
-        torch.save(model.state_dict(), tmp_path / "t5" / "pytorch_model.bin")
-        model.config.save_pretrained(tmp_path / "t5")
-    else:
-        model.save_pretrained(tmp_path / "t5")  # drops all names but one of a tied tensor (B1)
-    return tmp_path / "t5"
-
-
-@pytest.mark.parametrize("kind", ["module", "mapping", "file", "pickle in a folder", "save_pretrained"])
-def test_tied_embeddings_are_saved_and_loaded(kind: str, tmp_path: Path) -> None:
-    """B1, B3: safetensors refuses aliases; whatever base holds them, the output can be written and read."""
-    base = tied_t5(kind, tmp_path)
-    model = tiny.hf_t5()
-    merger = fresh(base)
-    merger.fold(tuned(model.state_dict(), 1), "a")
-    saved = load_file(merger.save(tmp_path / "out") / "model.safetensors")
-    assert sorted(saved) == sorted(open_checkpoint(base))
-    missing, unexpected = model.load_state_dict(saved, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"}
-    assert_same({n: t for n, t in model.state_dict().items() if n in saved}, {n: merger.merged[n] for n in saved})
-
-
-def test_overlapping_views_in_memory_are_saved(tmp_path: Path) -> None:
-    """B3: one buffer, and the part of it that another name shows."""
-    table = tiny.randn(8, 4)
-    template = tower() | {"table": table, "head": table[:4], "row": table[0]}
-    saved = load_file(folded(1).save(tmp_path / "out", template=template) / "model.safetensors")
-    assert torch.equal(saved["head"], table[:4])
-    assert torch.equal(saved["row"], table[0])
-
-
-@pytest.mark.parametrize("where", ["pretrained", "incoming", "template"])
-def test_tensors_that_are_not_contiguous_are_folded_and_saved(where: str, tmp_path: Path) -> None:
-    """B4."""
-
-    def strided(tensors: Tensors) -> Tensors:
-        found = {name: torch.stack([tensor, tensor], dim=-1)[..., 0] for name, tensor in tensors.items()}
-        assert not found[FC1].is_contiguous()
-        return found
-
-    base, incoming = tower(), tuned(tower(), 1)
-    merger = fresh(strided(base) if where == "pretrained" else base)
-    merger.fold(strided(incoming) if where == "incoming" else incoming, "task1")
-    merger.save(tmp_path / "out", template=strided(base) if where == "template" else None)
-    assert_same(load_file(tmp_path / "out" / "model.safetensors"), folded(1).merged)
-
-
-# saving
-
-
-def headers(file: Path) -> dict[str, str]:
-    with safe_open(file, framework="pt") as handle:
-        return {name: handle.get_slice(name).get_dtype() for name in handle.keys()}  # noqa: SIM118
-
-
-def test_a_merged_clip_loads_whole_and_alone(tmp_path: Path) -> None:
-    """N5, D12: no missing key; the vision model loads from the two-tower folder too."""
-    from transformers import CLIPModel, CLIPVisionModel
-
-    base = clip_folder(tmp_path / "base")
-    merger = fresh(base)
-    merger.fold(tuned(tiny.hf_clip().state_dict(), 1), "a")
-    out = merger.save(tmp_path / "out")
-    model, info = loading_info(CLIPModel, out)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert_same(model.state_dict(), {name: t.half() for name, t in merger.merged.items()})
-    vision, info = loading_info(CLIPVisionModel, out)
-    assert not info["missing_keys"]
-    for name, tensor in vision.state_dict().items():
-        assert torch.equal(tensor, merger.merged[f"vision_model.{name}"].half())
-
-
-def test_a_merged_vision_model_loads(tmp_path: Path) -> None:
-    from transformers import CLIPVisionModel
-
-    merger = fresh(clip_folder(tmp_path / "base", "vision"))
-    merger.fold(tuned(tiny.hf_vision().state_dict(), 1), "a")
-    model, info = loading_info(CLIPVisionModel, merger.save(tmp_path / "out"))
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    own = {name.removeprefix("vision_model."): tensor.half() for name, tensor in merger.merged.items()}
-    assert_same(model.state_dict(), own)
-
-
-def test_a_vision_merge_completes_the_two_tower_template(tmp_path: Path) -> None:
-    """D4: names with and without prefix; the text tower is the template's."""
-    from transformers import CLIPModel
-
-    base = clip_folder(tmp_path / "base")
-    module, _ = loading_info(CLIPModel, base)
-    merger = fresh(module.vision_model)
-    merger.fold(tuned(module.vision_model.state_dict(), 1), "a")
-    model, info = loading_info(CLIPModel, merger.save(tmp_path / "out", template=base))
-    assert not info["missing_keys"]
-    changed = {
-        name for name, tensor in model.state_dict().items() if not torch.equal(tensor, module.state_dict()[name])
-    }
-    assert changed == {f"vision_model.{name}" for name in merger.merged_parameters()}
-    for name, tensor in merger.merged_parameters().items():
-        assert torch.equal(model.state_dict()[f"vision_model.{name}"], tensor.half())
-
-
-def test_a_template_of_another_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="lacks"):
-        folded(1).save(tmp_path / "out", template={"other.weight": torch.zeros(2, 2)})
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def zoo_merge(tmp_path_factory: pytest.TempPathFactory) -> tuple[ContinualMerger, Path]:
-    """The zoo's CLIP with two experts folded in, and its folder."""
-    merger = ContinualMerger(FILES / "model", SafeMerge(scoring_rank=21, recovery_rank=11, task_rank=2, num_steps=2))
-    for task in ("mnist", "flags"):
-        merger.fold(FILES / "experts" / task, task)
-    return merger, merger.save(tmp_path_factory.mktemp("zoo") / "out")
-
-
-def test_the_merged_zoo_loads_with_its_processor_and_tokenizer(zoo_merge: tuple[ContinualMerger, Path]) -> None:
-    """N5: nothing but the folder is needed, offline."""
-    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, CLIPModel, CLIPVisionModel
-
-    merger, out = zoo_merge
-    model, info = loading_info(CLIPModel, out)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert_same(model.state_dict(), {name: tensor.half() for name, tensor in merger.merged.items()})
-    assert not loading_info(CLIPVisionModel, out)[1]["missing_keys"]
-    with tiny.seeded():
-        tokens = AutoTokenizer.from_pretrained(out)("a drawing of a cat").input_ids
-        assert tokens == AutoTokenizer.from_pretrained(FILES / "model")("a drawing of a cat").input_ids
-        assert AutoImageProcessor.from_pretrained(out).size == AutoImageProcessor.from_pretrained(FILES / "model").size
-        assert AutoProcessor.from_pretrained(out).tokenizer("a cat").input_ids
-
-
-def test_the_merged_zoo_is_as_large_as_its_base_plus_masters(zoo_merge: tuple[ContinualMerger, Path]) -> None:
-    """I9: no task vectors, no second copy."""
-    merger, out = zoo_merge
-    masters = sum(4 * tensor.numel() for tensor in merger.merged_parameters().values())
-    size = sum(file.stat().st_size for file in out.rglob("*"))
-    assert size < 1.02 * (sum(file.stat().st_size for file in (FILES / "model").iterdir()) + masters)
-    assert headers(out / "model.safetensors") == headers(FILES / "model" / "model.safetensors")
-
-
-def test_a_zoo_expert_is_a_base_as_well(tmp_path: Path) -> None:
-    """D4: a `CLIPVisionModel` folder with the older prefix."""
-    from transformers import CLIPVisionModel
-
-    merger = ContinualMerger(FILES / "experts" / "mnist", Add())
-    merger.fold(FILES / "experts" / "flags", "flags")
-    model, info = loading_info(CLIPVisionModel, merger.save(tmp_path / "out"))
-    assert not info["missing_keys"]
-    name = "encoder.layers.0.mlp.fc1.weight"
-    assert torch.equal(model.state_dict()[name], merger.merged[f"vision_model.{name}"].half())
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("stored", [torch.float16, torch.float32])
-def test_the_dtype_asked_for_is_the_dtype_written(dtype: Any, stored: torch.dtype, tmp_path: Path) -> None:
-    """A2: every float tensor, no integer, and the configuration agrees."""
-    config = {"model_type": "clip_vision_model", "torch_dtype": "float16"}
-    base = tower(dtype=stored)
-    merger = fresh(tiny.folder_of(tmp_path / "base", base, config=config))
-    merger.fold(tuned(base, 1), "a")
-    out = merger.save(tmp_path / "out", dtype=dtype)
-    code = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]
-    found = headers(out / "model.safetensors")
-    assert found.pop("embeddings.position_ids") == "I64"
-    assert set(found.values()) == {code}
-    assert json.loads((out / "config.json").read_text()) == {"model_type": "clip_vision_model", "dtype": dtype}
-    assert set(headers(out / MASTER_FILE).values()) == {"F32"}
-    saved = load_file(out / "model.safetensors")
-    assert torch.equal(saved[FC1], merger.merged[FC1].to(getattr(torch, dtype)))
-
-
-def test_a_two_tower_model_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    """A2, A3: the nested configurations agree too."""
-    from transformers import CLIPModel
-
-    merger = fresh(clip_folder(tmp_path / "base"))
-    merger.fold(tuned(tiny.hf_clip().state_dict(), 1), "a")
-    out = merger.save(tmp_path / "out", dtype="bfloat16")
-    config = json.loads((out / "config.json").read_text())
-    parts = [config, config["text_config"], config["vision_config"]]
-    assert {part[key] for part in parts for key in ("dtype", "torch_dtype") if key in part} == {"bfloat16"}
-    model, _ = loading_info(CLIPModel, out)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-def test_same_dtype_means_that_of_each_tensor(tmp_path: Path) -> None:
-    """A1: norms in float32 among float16 weights; the configuration is copied byte for byte."""
-    base = tower(dtype=torch.float16) | {"pre_layrnorm.weight": torch.ones(8)}
-    folder = tiny.folder_of(tmp_path / "base", base, config={"dtype": "float16", "x": [1, 2]})
-    merger = fresh(folder)
-    merger.fold(tuned(tower(), 1), "a")
-    out = merger.save(tmp_path / "out")
-    assert headers(out / "model.safetensors") == headers(folder / "model.safetensors")
-    assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
-
-
-def test_the_file_says_its_format(tmp_path: Path) -> None:
-    """C5."""
-    out = folded(1).save(tmp_path / "out")
-    for file in ("model.safetensors", MASTER_FILE):
-        with safe_open(out / file, framework="pt") as handle:
-            assert handle.metadata() == {"format": "pt"}
-
-
-def test_small_updates_survive_in_the_masters(tmp_path: Path) -> None:
-    """DESIGN 4.6: a bfloat16 output rounds them away, the float32 masters do not."""
-    base = tower(dtype=torch.bfloat16)
-    merger = ContinualMerger(base, Add())
-    merger.fold({name: t.float() + 1e-6 if t.is_floating_point() else t for name, t in base.items()}, "tiny step")
-    out = merger.save(tmp_path / "out")
-    assert torch.equal(load_file(out / "model.safetensors")[FC1], base[FC1])
-    torch.testing.assert_close(
-        load_file(out / MASTER_FILE)[FC1] - base[FC1].float(), torch.full((16, 8), 1e-6), rtol=0.2, atol=0
-    )
-
-
-def test_every_other_file_of_the_base_is_copied_as_it_is(tmp_path: Path) -> None:
-    """N5, N6, N7: also a generation_config that transformers would not save; H6: no code, no other weights."""
-    base = tiny.folder_of(tmp_path / "base", tower(), config={"model_type": "x"}, tokenizer={"a": 1})
-    (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.1}')
-    (base / "chat_template.jinja").write_text("{{ x }}")
-    (base / "merges.txt").write_text("a b\n")
-    for name in ("pytorch_model.bin", "model.safetensors.index.json", "tf_model.h5", "modeling_x.py"):
-        (base / name).write_text("{}")
-    (base / "model.safetensors.index.json").unlink()
-    merger = fresh(base)
-    merger.fold(tuned(tower(), 1), "a")
-    out = merger.save(tmp_path / "out")
-    ours = {"model.safetensors", MASTER_FILE, STATE_FILE, LEDGER_FILE, "README.md"}
-    others = {"config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt"}
-    assert {path.name for path in out.iterdir()} == ours | others
-    assert all((out / name).read_bytes() == (base / name).read_bytes() for name in others)
-
-
-def test_a_sharded_base_becomes_one_file_without_a_stale_index(tmp_path: Path) -> None:
-    """C1: an index that points to shards that are not there would break every reader."""
-    base = tower()
-    names = list(base)
-    where = {name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(names)}
-    (tmp_path / "base").mkdir()
-    for file in set(where.values()):
-        save_file({name: base[name] for name in names if where[name] == file}, tmp_path / "base" / file)
-    (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    merger = fresh(tmp_path / "base")
-    merger.fold(tuned(base, 1), "task1")
-    out = merger.save(tmp_path / "out")
-    assert not list(out.glob("*.index.json"))
-    assert_same(load_file(out / "model.safetensors"), folded(1).merged)
-
-
-def test_a_base_of_symlinks_gives_a_folder_of_files(tmp_path: Path) -> None:
-    """C10: the snapshot folder of the hub's cache."""
-    blobs = tiny.folder_of(tmp_path / "blobs", tower(), config={"model_type": "x"})
-    snapshot = tmp_path / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    for file in blobs.iterdir():
-        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    merger = fresh(snapshot)
-    merger.fold(tuned(tower(), 1), "task1")
-    out = merger.save(tmp_path / "out")
-    assert not any(path.is_symlink() for path in out.iterdir())
-    assert (out / "config.json").read_text() == (blobs / "config.json").read_text()
-    assert_same(load_file(out / "model.safetensors"), folded(1).merged)
-
-
-def test_the_model_card_tells_tasks_and_sources(tmp_path: Path) -> None:
-    """N9."""
-    merger = fresh()
-    file = as_file(tuned(tower(), 1), tmp_path / "expert")
-    merger.fold(file, "digits")
-    card = (merger.save(tmp_path / "out") / "README.md").read_text()
-    for text in ("digits", str(file), merger.fingerprint(), merger.reference, "keep_ratio=0.5"):
-        assert text in card
+from safemerge_pl.output.files import STATE_FILE
+from safemerge_pl.output.folders import check_output
 
 
 def test_what_the_user_added_survives_and_what_is_stale_goes(tmp_path: Path) -> None:
@@ -359,7 +49,6 @@ def test_what_the_user_added_survives_and_what_is_stale_goes(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("how", ["equal", "inside", "through a link", "link inside", "another spelling"])
 def test_an_output_in_the_base_is_refused(how: str, tmp_path: Path) -> None:
-    """C11."""
     base = tiny.folder_of(tmp_path / "base", tower())
     (tmp_path / "link").symlink_to(base)
     out = {
@@ -396,7 +85,6 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("out", ["out", "new/deeper/out", "a+b@c d", "out/"])
 def test_relative_and_odd_paths_are_fine(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C14."""
     monkeypatch.chdir(tmp_path)
     folded(1).save(out)
     assert ContinualMerger.load(out, tower()).tasks == ["task1"]
@@ -411,7 +99,7 @@ def test_the_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_output_behind_a_link_leaves_nothing_behind(tmp_path: Path) -> None:
-    """C10: a link to an earlier merge, on another disk perhaps."""
+    """A link to an earlier merge, on another disk perhaps."""
     real = folded(1).save(tmp_path / "disk" / "merge")
     (tmp_path / "home").mkdir()
     link = tmp_path / "home" / "out"
@@ -444,7 +132,6 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["new", "earlier merge"])
 def test_a_read_only_place_is_refused_in_words(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C9."""
     out = tmp_path / "out"
     merger = folded(1)
     if kind == "earlier merge":
@@ -458,7 +145,7 @@ def test_a_read_only_place_is_refused_in_words(kind: str, tmp_path: Path, monkey
 
 
 def test_what_a_killed_process_left_is_never_taken_for_a_merge(tmp_path: Path) -> None:
-    """C12: weights without the state, which is written last."""
+    """Weights without the state, which is written last."""
     out = folded(1).save(tmp_path / "out")
     partial = tmp_path / ".out.partial-1"
     shutil.copytree(out, partial)
@@ -470,7 +157,7 @@ def test_what_a_killed_process_left_is_never_taken_for_a_merge(tmp_path: Path) -
 
 
 def test_a_kill_between_the_two_renames_is_mended_at_the_next_use(tmp_path: Path) -> None:
-    """C12: after SIGKILL the earlier merge lies aside; reading it or writing there again brings it back."""
+    """After SIGKILL the earlier merge lies aside; reading it or writing there again brings it back."""
     out = folded(1).save(tmp_path / "out")
     out.rename(tmp_path / ".out.old-4711")
     assert ContinualMerger.load(out, tower()).tasks == ["task1"]
@@ -480,3 +167,79 @@ def test_a_kill_between_the_two_renames_is_mended_at_the_next_use(tmp_path: Path
     assert ContinualMerger.load(out, tower()).tasks == ["task1", "task2"]
     assert (out / "notes.txt").read_text() == "mine"
     assert beside(out) == []
+
+
+@pytest.mark.parametrize("name", ["[a]", "a*", "a b?", "ä.x"])
+def test_an_odd_name_is_recovered_too(name: str, tmp_path: Path) -> None:
+    out = folded(1).save(tmp_path / name)
+    out.rename(tmp_path / f".{name}.old-1")
+    assert ContinualMerger.load(out, tower()).tasks == ["task1"]
+
+
+def test_an_old_folder_that_is_not_whole_is_not_brought_back(tmp_path: Path) -> None:
+    """A kill while the old folder was being removed."""
+    out = folded(1).save(tmp_path / "out")
+    out.rename(tmp_path / ".out.old-1")
+    shutil.copytree(tmp_path / ".out.old-1", tmp_path / ".out.old-2")
+    (tmp_path / ".out.old-2" / STATE_FILE).unlink()
+    assert ContinualMerger.load(out, tower()).tasks == ["task1"]
+
+
+def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume of a container: it can be written, but not replaced."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"is a mount point, .*; name a folder inside it"):
+        check_output(tmp_path / "out")
+    check_output(tmp_path / "out" / "merge")
+
+
+def test_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="is a link to a place that is gone"):
+        folded(1).save(tmp_path / "out")
+
+
+def test_a_read_only_parent_is_refused() -> None:
+    """The folder itself can be written, but not replaced. Root may do anything, so another user is played."""
+    script = """
+import os, sys
+from pathlib import Path
+from safemerge_pl.output.folders import check_output
+place = Path(sys.argv[1])
+place.chmod(0o555)
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    check_output(place / "out")
+except ValueError as error:
+    print(error)
+"""
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "out").mkdir()
+        (Path(place) / "out").chmod(0o777)
+        run = subprocess.run([sys.executable, "-c", script, place], capture_output=True, text=True, check=True)
+        Path(place).chmod(0o755)
+    assert "out cannot be written (Permission denied); name another folder." in run.stdout
+
+
+def test_an_output_that_holds_an_input_is_refused(tmp_path: Path) -> None:
+    """The base would be moved away with the earlier merge."""
+    out = folded(1).save(tmp_path / "out")
+    base = tiny.folder_of(out / "base", tower())
+    with pytest.raises(CheckpointError, match="holds the input"):
+        fold_once(str(base), str(tmp_path), str(out), merged=str(out))
+
+
+def test_links_that_the_user_put_into_an_output_stay_links(tmp_path: Path) -> None:
+    """Also one that leads nowhere."""
+    out = folded(1).save(tmp_path / "out")
+    (out / "last").symlink_to("model.safetensors")
+    (out / "gone").symlink_to(tmp_path / "gone")
+    (out / "plots").mkdir()
+    (out / "plots" / "x").symlink_to("../README.md")
+    folded(1, 2).save(out)
+    assert os.readlink(out / "last") == "model.safetensors"
+    assert os.readlink(out / "gone") == str(tmp_path / "gone")
+    assert (out / "plots" / "x").read_text() == (out / "README.md").read_text()

@@ -17,7 +17,7 @@ from torch import nn
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.output.saving import MASTER_FILE
+from safemerge_pl.output.files import MASTER_FILE
 from safemerge_pl.output.weights import TensorSpec, write_weights
 
 
@@ -35,7 +35,7 @@ def write(folder: Path, tensors: Tensors, size: int | str) -> None:
 
 @pytest.mark.parametrize("size", [1, 100, "5GB"])
 def test_what_is_written_is_what_the_library_reads(size: int | str, tmp_path: Path) -> None:
-    """B4, C5: every dtype, scalars, empty and strided tensors; aligned, with the format's name."""
+    """Every dtype, scalars, empty and strided tensors; aligned, with the format's name."""
     tensors = every_dtype()
     write(tmp_path, tensors, size)
     read: Tensors = {}
@@ -54,7 +54,7 @@ def test_a_file_has_the_size_of_the_librarys_own(tmp_path: Path) -> None:
 
 
 def test_shards_keep_their_size_and_the_index_is_complete(tmp_path: Path) -> None:
-    """C1, C3: as transformers numbers them; only a tensor that is larger on its own exceeds the size."""
+    """As transformers numbers them; only a tensor that is larger on its own exceeds the size."""
     tensors = tower()
     write(tmp_path, tensors, 700)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -83,7 +83,7 @@ def test_a_dtype_that_the_format_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_no_shard_of_an_earlier_output_survives(tmp_path: Path) -> None:
-    """C3: many shards, one file, fewer shards; also where the list of the earlier merge's own files was lost."""
+    """Many shards, one file, fewer shards; also where the list of the earlier merge's own files was lost."""
     out = tmp_path / "out"
     merger = folded(1)
     for size in (300, "5GB", 2000, 700, "5GB"):
@@ -98,18 +98,6 @@ def test_no_shard_of_an_earlier_output_survives(tmp_path: Path) -> None:
         again = ContinualMerger.load(out, tower())
         assert again.fingerprint() == merger.fingerprint()
     assert sorted(path.name for path in out.glob("merge_master*")) == [MASTER_FILE]
-
-
-def test_masters_that_wait_on_disk_follow_the_output(tmp_path: Path) -> None:
-    """M1: with a workspace they are read from the output itself, whose files get other names here."""
-    out = folded(1).save(tmp_path / "out", max_shard_size=600)
-    merger = ContinualMerger.load(out, tower(), workspace=tmp_path / "work")
-    merger.save(out)
-    assert not (out / f"{MASTER_FILE}.index.json").exists()
-    merger.fold(tuned(tower(), 2), "task2")
-    assert merger.fingerprint() == folded(1, 2).fingerprint()
-    merger.save(out, max_shard_size=600)
-    assert ContinualMerger.load(out, tower()).fingerprint() == merger.fingerprint()
 
 
 def saved(model: nn.Module, path: Path) -> Path:
@@ -130,7 +118,7 @@ def models() -> dict[str, Any]:
 @pytest.mark.parametrize("size", [900, "5GB"])
 @pytest.mark.parametrize("kind", list(models()))
 def test_the_library_loads_the_output_whole(kind: str, size: int | str, tmp_path: Path) -> None:
-    """B1, B7, D12, M1: no missing and no unexpected key; tied tensors once where the base has them once."""
+    """No missing and no unexpected key; tied tensors once where the base has them once."""
     model = models()[kind]()
     base = saved(model, tmp_path / "base")
     merger = fresh(base)
@@ -153,7 +141,7 @@ def test_the_library_loads_the_output_whole(kind: str, size: int | str, tmp_path
 
 @pytest.mark.parametrize("size", [900, "5GB"])
 def test_an_untied_t5_answers_as_the_merged_weights_do(size: int | str, tmp_path: Path) -> None:
-    """B2, B7: the head of its own stays; read as tied, the output would lose it and scale its logits."""
+    """The head of its own stays; read as tied, the output would lose it and scale its logits."""
     base = saved(tiny.hf_t5(), tmp_path / "base")
     head = {"lm_head.weight": tiny.randn(16, 8, seed=7)}
     save_file(load_file(base / "model.safetensors") | head, base / "model.safetensors", metadata={"format": "pt"})
@@ -192,7 +180,7 @@ def open_clip_folder(path: Path) -> Path:
 
 
 def test_open_clip_loads_the_output(tmp_path: Path) -> None:
-    """N5, L2: by file and by folder, offline; one file under the library's own name, since it reads no shards."""
+    """By file and by folder, offline; one file under the library's own name, since it reads no shards."""
     import open_clip
 
     base = open_clip_folder(tmp_path / "base")
@@ -212,7 +200,6 @@ def test_open_clip_loads_the_output(tmp_path: Path) -> None:
 
 
 def test_a_full_clip_in_shards_serves_the_vision_model_too(tmp_path: Path) -> None:
-    """D4."""
     from transformers import CLIPVisionModel
 
     base = clip_folder(tmp_path / "base")
@@ -226,7 +213,7 @@ def test_a_full_clip_in_shards_serves_the_vision_model_too(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("size", ["10MB", "5GB"])
 def test_one_tensor_at_a_time_is_in_memory(size: str, tmp_path: Path) -> None:
-    """M1: writing 128 MB beside the merged parameters takes a few tensors of 4 MB."""
+    """Writing 128 MB beside the merged parameters takes a few tensors of 4 MB."""
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
     names += [f"model.layers.{i}.mlp.down_proj.weight" for i in range(30)]
     tiny.folder_of(tmp_path / "base", {name: torch.zeros(1024, 1024) for name in names}, config={"model_type": "llama"})

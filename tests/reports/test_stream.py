@@ -157,7 +157,7 @@ def test_the_stream_has_a_line_a_number_and_the_pretrained_level(report: dict[st
 def test_figures_can_be_written_whatever_is_missing(
     draw: Any, kind: str, report: dict[str, Any], tmp_path: Path
 ) -> None:
-    """K4: a merge that was not scored draws nothing, without a warning."""
+    """A merge that was not scored draws nothing, without a warning."""
     if kind in ("no references", "nothing"):
         report["references"] = {}
     if kind in ("no controls", "nothing"):

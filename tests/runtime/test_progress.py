@@ -27,13 +27,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_merger_tells_of_every_stack() -> None:
     merger = ContinualMerger(tiny.tower(), OPCM())
-    told: list[tuple[str, int, int]] = []
-    merger.progress = lambda *what: told.append(what)
+    calls: list[tuple[str, int, int]] = []
+    merger.progress = lambda *what: calls.append(what)
     report = merger.fold(tiny.tuned(tiny.tower(), 1), "mnist")
     total = sum(tensor.numel() for tensor in merger.merged_parameters().values())
-    assert len(report.layers) > len(told)
-    assert {(task, count) for task, _, count in told} == {("mnist", total)}
-    done = [count for _, count, _ in told]
+    assert len(report.layers) > len(calls)
+    assert {(task, count) for task, _, count in calls} == {("mnist", total)}
+    done = [count for _, count, _ in calls]
     assert done[0] == 0
     assert done[-1] == total
     assert done == sorted(set(done))

@@ -1,4 +1,4 @@
-"""The command line as a person uses it: in a process of its own, reading what it prints."""
+"""``fit``, ``validate`` and ``test`` as a person uses them: in a process of their own, reading what they print."""
 
 import json
 import signal
@@ -15,32 +15,17 @@ from command_line import QUICK, environment, safemerge
 from safemerge_pl.runtime.configs import config_folder
 
 NAMES = sorted(path.name for path in config_folder().glob("*.yaml"))
+
+
 CONFIGS = [name for name in NAMES if not name.startswith(("study", "clip"))]  # the latter: test_benchmark_data.py
+
+
 OFFLINE = [name for name in CONFIGS if "pretrained: zoo" in (config_folder() / name).read_text()]
-STUDIES = [name for name in NAMES if name.startswith("study")]
 
 
 def report(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return content
-
-
-def test_help_needs_no_heavy_import() -> None:
-    code = (
-        "import sys; from safemerge_pl.cli import main; main(['--help']);"
-        "sys.exit(int(bool({'torch', 'lightning', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules))))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "safemerge fit" in run.stdout
-    assert "quickstart.yaml" in run.stdout
-
-
-def test_version_and_unknown_verb(tmp_path: Path) -> None:
-    assert safemerge("--version", cwd=tmp_path).stdout.strip() == "0.1.0"
-    run = safemerge("mrege", cwd=tmp_path)
-    assert run.returncode == 2
-    assert "there is no verb 'mrege'" in run.stderr
 
 
 @pytest.mark.slow
@@ -59,36 +44,8 @@ def test_every_config_parses_and_passes_the_check(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_study_is_read_whole(name: str) -> None:
-    """Parsed, built, and every cell of it constructed."""
-    code = (
-        "import sys; from safemerge_pl.study import Study; from safemerge_pl.cli import main;"
-        "Study.run = lambda self: print(len(self.cells()), [f.file for f in self.figures]);"
-        f"main(['study', '--config', '{name}'])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout.split()[0]) >= 4
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [("NoSuchMethod", "NoSuchMethod"), ("{class_path: OPCM, init_args: {alfa: 0.5}}", "alfa")],
-)
-def test_a_study_with_an_unknown_method_or_parameter(change: str, message: str, tmp_path: Path) -> None:
-    content = yaml.safe_load((config_folder() / "study_ablation.yaml").read_text())
-    content["rows"][0]["method"] = yaml.safe_load(change)
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
-    run = safemerge("study", "--config", "mine.yaml", cwd=tmp_path)
-    assert run.returncode == 2
-    assert message in run.stderr
-    assert "Traceback" not in run.stderr
-
-
-@pytest.mark.slow
 def test_a_run_leaves_everything_and_its_saved_config_repeats_it(tmp_path: Path) -> None:
-    """O1, O2, O7: same hash from the saved configuration; no carriage return in a log; the folder's content."""
+    """Same hash from the saved configuration; no carriage return in a log; the folder's content."""
     first = safemerge("fit", "--config", "tiny.yaml", *QUICK, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "\r" not in first.stdout
@@ -112,7 +69,7 @@ def test_a_run_leaves_everything_and_its_saved_config_repeats_it(tmp_path: Path)
 
 @pytest.mark.slow
 def test_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """I4, C12, I15: SIGKILL as soon as the first checkpoint is there; --ckpt_path last goes on."""
+    """SIGKILL as soon as the first checkpoint is there; --ckpt_path last goes on."""
     whole = safemerge("fit", "--config", "tiny.yaml", *QUICK, cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     killed = tmp_path / "killed"
@@ -168,17 +125,8 @@ def test_bad_input_is_one_sentence(args: list[str], code: int, message: str, tmp
     assert not list(tmp_path.glob("**/merged"))
 
 
-def test_check_lists_every_problem_at_once(tmp_path: Path) -> None:
-    args = [MERGE + "experts", '{"weather": "gone", "clipart_category": "also/gone/now"}']
-    run = safemerge("check", "--config", "tiny.yaml", *args, cwd=tmp_path)
-    assert run.returncode == 1
-    assert "task 'weather': gone does not exist." in run.stderr
-    assert "task 'clipart_category': also/gone/now does not exist." in run.stderr
-    assert "2 problems found" in run.stderr
-
-
 def test_processes_that_the_trainer_does_not_know_of_are_refused(tmp_path: Path) -> None:
-    """Trap 37."""
+    """They would be two whole runs that write into one folder."""
     command = [sys.executable, "-m", "safemerge_pl", "fit", "--config", "tiny.yaml"]
     extra = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     run = subprocess.run(command, cwd=tmp_path, env=environment() | extra, capture_output=True, text=True, check=False)
@@ -187,52 +135,3 @@ def test_processes_that_the_trainer_does_not_know_of_are_refused(tmp_path: Path)
         "2 processes were started, but the trainer uses 1; add --trainer.devices 2 --trainer.strategy ddp."
         in run.stderr
     )
-
-
-ZOO = config_folder().parent / "safemerge_pl" / "zoo" / "files"
-
-
-def test_fold_today_and_tomorrow(tmp_path: Path) -> None:
-    """One model a day on the command line ends with the bits of one run in Python."""
-    from safemerge_pl.merger import ContinualMerger
-    from safemerge_pl.methods import OPCM
-
-    base = ["fold", "--pretrained", str(ZOO / "model"), "--output", "out"]
-    first = safemerge(
-        *base, "--incoming", str(ZOO / "experts/mnist"), "--method", "OPCM", "--method.alpha", "0.4", cwd=tmp_path
-    )
-    assert first.returncode == 0, first.stderr
-    assert "folded 'mnist' as task 1" in first.stdout
-    again = safemerge(*base, "--incoming", str(ZOO / "experts/flags"), cwd=tmp_path)
-    assert again.returncode == 1
-    assert "continue it with --merged out" in again.stderr
-    flags = ["--incoming", str(ZOO / "experts/flags"), "--merged", "out", "--task", "Flags", "--dtype", "float32"]
-    second = safemerge(*base, *flags, cwd=tmp_path)
-    assert second.returncode == 0, second.stderr
-    merger = ContinualMerger(ZOO / "model", OPCM(alpha=0.4))
-    for task in ("mnist", "flags"):
-        merger.fold(ZOO / "experts" / task, task)
-    state = json.loads((tmp_path / "out" / "merge_state.json").read_text())
-    assert state["merged"] == merger.fingerprint()
-    assert state["tasks"] == ["mnist", "Flags"]
-    assert state["method"]["init_args"] == {"alpha": 0.4, "zero_diagonal": False}
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--incoming", "gone"], "gone does not exist."),
-        (["--incoming", "EXPERT", "--merged", "gone"], "gone holds no merge_state.json"),
-        (["--incoming", "EXPERT", "--method.keep_ratio", "2"], "`keep_ratio` must be in [0, 1]"),
-        (["--incoming", "EXPERT", "--layers", "[text_model.*]"], "matches none of the"),
-        (["--incoming", "MODEL/tokenizer.json"], "tokenizer.json is not a checkpoint"),
-    ],
-)
-def test_fold_refuses_in_one_sentence(args: list[str], message: str, tmp_path: Path) -> None:
-    places = {"EXPERT": str(ZOO / "experts/mnist"), "MODEL/tokenizer.json": str(ZOO / "model/tokenizer.json")}
-    given = [places.get(argument, argument) for argument in args]
-    run = safemerge("fold", "--pretrained", str(ZOO / "model"), "--output", "out", *given, cwd=tmp_path)
-    assert run.returncode in (1, 2), run.stdout
-    assert message in run.stderr
-    assert "Traceback" not in run.stderr
-    assert list(tmp_path.iterdir()) == []

@@ -157,7 +157,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 def test_the_command_runs_whole(
     learned: World, command: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """B7, K9, L4: five tasks, three controls, report, folder; no NaN anywhere."""
+    """Five tasks, three controls, report, folder; no NaN anywhere."""
     command("check", "--config", "flan_t5_glue.yaml", *overrides(learned))
     checked = capsys.readouterr().out
     assert "5 tasks: cola, mrpc, qqp, sst2, stsb" in checked
@@ -184,7 +184,7 @@ def test_the_command_runs_whole(
 def test_one_run_a_stopped_one_and_two_processes_agree(
     learned: World, command: Callable[..., None], tmp_path: Path
 ) -> None:
-    """I4, J3, J4: to the bit, Spearman's correlation included; six prompts a set are shared out, none twice."""
+    """To the bit, Spearman's correlation included; six prompts per set are shared out, none twice."""
     names = ["--data.init_args.tasks", "[sst2,stsb]", "--data.init_args.controls", "[rte]"]
     fit = ["fit", "--config", "flan_t5_glue.yaml", *overrides(learned), *names]
     log = "--trainer.logger.init_args.name"

@@ -1,0 +1,119 @@
+"""``fit``, ``validate`` and ``test``: a merge stream under LightningCLI."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from safemerge_pl.callbacks import MergedModelWriter, MethodComparison, ReferenceRows, StreamProgress, StreamReport
+from safemerge_pl.commands.remarks import silence_known_warnings
+from safemerge_pl.data.module import StreamDataModule
+from safemerge_pl.module import ContinualMergeModule
+
+__all__ = ["SafeMergeCLI", "build_cli", "last_checkpoint", "run"]
+
+
+def run() -> None:
+    """Do what the command line says; its first word is the verb."""
+    build_cli()
+
+
+class SafeMergeCLI(LightningCLI):
+    """LightningCLI with the stream's callbacks as sections of their own."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The verbs, with the arguments of the Trainer's methods that are not options."""
+        skip = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return {"fit": skip, "validate": {*skip, "dataloaders"}, "test": {*skip, "dataloaders"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add a section for each callback that a stream always has."""
+        parser.add_lightning_class_args(ReferenceRows, "references")
+        parser.add_lightning_class_args(MethodComparison, "compare")
+        parser.add_lightning_class_args(StreamReport, "report")
+        parser.add_lightning_class_args(MergedModelWriter, "output")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                "checkpoint.save_top_k": -1,
+                "checkpoint.filename": "{epoch:02d}",
+                "checkpoint.save_on_train_epoch_end": True,
+            }
+        )
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Give the stream one epoch per task, unless the configuration says otherwise."""
+        config = self._get(self.config_init, "trainer", default={})
+        if config.get("max_epochs") is None and config.get("max_steps", -1) == -1:
+            kwargs["max_epochs"] = len(self.datamodule.stream)
+        trainer: L.Trainer = super().instantiate_trainer(**kwargs)
+        _require_all_processes(trainer)
+        return trainer
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
+        if config.get("enable_progress_bar") is not False:
+            callbacks = [*callbacks, StreamProgress()]
+        return super()._instantiate_trainer(config, callbacks)
+
+    def before_fit(self) -> None:
+        """Find the checkpoint that ``--ckpt_path last`` means."""
+        config = self.config_init["fit"]
+        if config.get("ckpt_path") == "last":
+            config["ckpt_path"] = str(last_checkpoint(self.trainer))
+            print(f"resuming from {config['ckpt_path']}")
+
+
+def build_cli(*, run: bool = True) -> SafeMergeCLI:
+    """Read the command line.
+
+    Args:
+        run: expect a verb and do it; else only build module, data and trainer.
+    """
+    silence_known_warnings()
+    return SafeMergeCLI(
+        ContinualMergeModule,
+        StreamDataModule,
+        subclass_mode_data=True,
+        seed_everything_default=42,
+        auto_configure_optimizers=False,
+        save_config_kwargs={"overwrite": True},
+        trainer_defaults={
+            "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0,
+            "reload_dataloaders_every_n_epochs": 1,
+            "use_distributed_sampler": False,
+            "enable_model_summary": False,
+        },
+        run=run,
+    )
+
+
+def last_checkpoint(trainer: L.Trainer) -> Path:
+    """The newest checkpoint that an earlier run of the same name wrote.
+
+    Raises:
+        MisconfigurationException: if there is none.
+    """
+    logger = trainer.logger
+    root = Path(getattr(logger, "root_dir", None) or trainer.default_root_dir)
+    found = sorted(root.glob("**/*.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise MisconfigurationException(
+            f"no checkpoint under {root}: leave out --ckpt_path to start from the beginning."
+        )
+    return found[-1]
+
+
+def _require_all_processes(trainer: L.Trainer) -> None:
+    """Refuse a launch as n processes with a trainer that knows of one: it would be n runs into one folder."""
+    started = int(os.environ.get("LT_DEVICES") or os.environ.get("WORLD_SIZE") or 1)
+    if os.environ.get("WORLD_SIZE") and started > trainer.world_size:
+        raise MisconfigurationException(
+            f"{started} processes were started, but the trainer uses {trainer.world_size}; add "
+            f"--trainer.devices {started} --trainer.strategy ddp."
+        )

@@ -1,0 +1,21 @@
+"""``study``: orders x methods x settings, from a configuration to tables and figures."""
+
+import sys
+
+from jsonargparse import ArgumentParser
+
+from safemerge_pl.commands.remarks import silence_known_warnings
+from safemerge_pl.study import Study
+
+__all__ = ["run"]
+
+
+def run() -> None:
+    """Run the study that a configuration describes."""
+    silence_known_warnings()
+    parser = ArgumentParser(prog="safemerge study", description="Orders x methods x settings, to tables and figures.")
+    parser.add_argument("--config", "-c", action="config")
+    parser.add_class_arguments(Study)
+    config = parser.instantiate_classes(parser.parse_args(sys.argv[2:]))
+    config.pop("config", None)
+    Study(**{key: value for key, value in vars(config).items() if not key.startswith("_")}).run()

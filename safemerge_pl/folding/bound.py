@@ -1,0 +1,101 @@
+"""The response bound: how strongly the pretrained model reads what was merged, and how much of it is deployed."""
+
+import math
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from safemerge_pl.architectures.layers import MergeLayer
+from safemerge_pl.folding.processes import Processes
+from safemerge_pl.folding.stacks import MAX_CORE_ENTRIES
+from safemerge_pl.maths.response import read_energy
+from safemerge_pl.methods.base import MergeMethod
+from safemerge_pl.runtime.cores import map_on_cores
+
+__all__ = ["MaxResponse", "choose_bound", "measure_response", "scale_vector"]
+
+MaxResponse = float | Literal["auto"] | None
+"""A bound, ``"auto"`` for the method's own, ``None`` for no bound."""
+
+
+def choose_bound(method: MergeMethod, max_response: MaxResponse) -> float | None:
+    """The bound that holds for a merge.
+
+    Raises:
+        ValueError: unless it is a finite number above 0, ``"auto"`` or ``None``.
+
+    Example:
+        >>> from safemerge_pl.methods import SafeMerge, SafeShare
+        >>> choose_bound(SafeShare(), "auto"), choose_bound(SafeMerge(), "auto"), choose_bound(SafeMerge(), 0.05)
+        (0.035, None, 0.05)
+    """
+    if max_response == "auto":
+        return method.max_response
+    if max_response is None:
+        return None
+    number = isinstance(max_response, int | float) and not isinstance(max_response, bool)
+    if not number or not 0 < max_response < math.inf:
+        raise ValueError(
+            f"`max_response` must be a finite number above 0, 'auto' for the method's own, or None for no bound, got "
+            f"{max_response!r}."
+        )
+    return float(max_response)
+
+
+def measure_response(
+    matrices: Sequence[MergeLayer],
+    pretrained: Callable[[str], Tensor],
+    merged: Callable[[str], Tensor],
+    *,
+    device: torch.device,
+    processes: Processes,
+    own: MutableMapping[str, float],
+) -> float:
+    r"""The response of the accumulated vector, over all merged matrices together.
+
+    .. math:: \mathrm{response}(a) = \sqrt{\frac{\sum_l \|a_l W_{0,l}^\top\|_F^2}{\sum_l \|W_{0,l} W_{0,l}^\top\|_F^2}}
+
+    What the pretrained matrices read of the update, against what they read of themselves. It needs no data: rows of a
+    trained matrix lie along the inputs that it was trained on.
+
+    Args:
+        matrices: what is merged and multiplied with.
+        pretrained: gives a parameter of the pretrained model.
+        merged: gives a parameter with the unscaled accumulated vector in it, float32.
+        device: where the arithmetic runs.
+        processes: among which the matrices are shared out.
+        own: the denominators that are known, by layer; filled here.
+
+    Returns:
+        At least 0; 0 where the pretrained matrices are all zero or nothing was merged.
+    """
+
+    def measure(layer: MergeLayer) -> tuple[float, float]:
+        base = layer.view(pretrained(layer.parameter)).to(device).float()[None]
+        update = layer.view(merged(layer.parameter)).to(device)[None] - base
+        if layer.name not in own:
+            own[layer.name] = read_energy(base, base).item()
+        return read_energy(update, base).item(), own[layer.name]
+
+    mine = processes.mine(matrices)
+    small = [layer for layer in mine if layer.entries <= MAX_CORE_ENTRIES and device.type == "cpu"]
+    found = dict(zip((layer.name for layer in small), map_on_cores(measure, small), strict=True))
+    found |= {layer.name: measure(layer) for layer in mine if layer.name not in found}
+    pairs = processes.gather([found[layer.name] for layer in mine])
+    read, total = (math.fsum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    return math.sqrt(read / total) if total else 0.0
+
+
+def scale_vector(pretrained: Tensor, merged: Tensor, scale: float) -> Tensor:
+    """Pretrained weights with a part of the accumulated vector; the merged tensor itself where all of it is taken.
+
+    Example:
+        >>> scale_vector(torch.tensor([1.0]), torch.tensor([3.0]), 0.5).tolist()
+        [2.0]
+    """
+    if scale == 1.0:
+        return merged
+    base = pretrained.float()
+    return base + scale * (merged - base)

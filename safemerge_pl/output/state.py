@@ -1,0 +1,104 @@
+"""What of a merge goes into an output, and what is found in an earlier one."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
+from safemerge_pl.folding.report import FoldReport
+from safemerge_pl.folding.selection import MergePlan
+from safemerge_pl.output.files import MASTER_FILE, STATE_FILE
+from safemerge_pl.output.ledger import read_ledger
+
+__all__ = ["STATE_FORMAT", "MergeState", "SavedMerge", "read_state", "require_format"]
+
+STATE_FORMAT = 2
+"""Of the state file; format 1 had hashes that were taken in another way."""
+
+
+@dataclass(frozen=True)
+class MergeState:
+    """A merge as it stands between two folds: all that an output is made of.
+
+    Attributes:
+        plan: the pretrained model, and what is merged of it.
+        merged: the merged parameters as deployed, in float32, by the pretrained model's names.
+        masters: the same with the whole accumulated vector, which the next fold adds to.
+        values: tasks, method, hashes and reports as plain values.
+        reports: one per fold.
+        ledger: one line of JSON per fold.
+        label: name of the method.
+        saved: the output that the merge was read from or written to last.
+    """
+
+    plan: MergePlan
+    merged: Mapping[str, Tensor]
+    masters: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    reports: Sequence[FoldReport]
+    ledger: Sequence[str]
+    label: str
+    saved: Path | None
+
+
+@dataclass(frozen=True)
+class SavedMerge:
+    """An earlier output; weights and ledger are read when they are asked for.
+
+    Attributes:
+        folder: where it is.
+        values: tasks, method, hashes and reports as plain values.
+    """
+
+    folder: Path
+    values: dict[str, Any]
+
+    def masters(self) -> Checkpoint:
+        """The merged parameters in float32.
+
+        Raises:
+            CheckpointError: if they are missing or damaged.
+        """
+        index = self.folder / f"{MASTER_FILE}.index.json"
+        return open_checkpoint(index if index.exists() else self.folder / MASTER_FILE)
+
+    def ledger(self) -> list[str]:
+        """One line of JSON per fold, as they stand there."""
+        return read_ledger(self.folder)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The plain values of an earlier output.
+
+    Raises:
+        CheckpointError: if the folder holds none.
+    """
+    path = folder / STATE_FILE
+    if not path.exists():
+        raise CheckpointError(f"{folder} holds no {STATE_FILE}: it is not the output of a merge.")
+    try:
+        values = json.loads(path.read_text())
+        version = values["format"]
+        whole = version != STATE_FORMAT or {"reference", "merged", "method", "reports"} <= values.keys()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); fold again from the last whole output.") from error
+    require_format(version, str(path))
+    if not whole:
+        raise CheckpointError(f"{path} is incomplete; fold again from the last whole output.")
+    complete: dict[str, Any] = values
+    return complete
+
+
+def require_format(version: object, source: str) -> None:
+    """Refuse the state of an earlier or a later version.
+
+    Raises:
+        CheckpointError: with what to do about it.
+    """
+    if version != STATE_FORMAT:
+        remedy = "fold again from the pretrained model" if version == 1 else "use a newer safemerge_pl"
+        raise CheckpointError(f"{source} has format {version}, this version reads format {STATE_FORMAT}; {remedy}.")

@@ -1,0 +1,85 @@
+"""The module of a stream: its matrix, its checkpoints, what it refuses to score."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from small import TASKS, tower
+from streams import assert_same_weights, checkpoint_after_two, direct
+
+from safemerge_pl.callbacks import ReferenceRows, StreamReport
+from safemerge_pl.module import ContinualMergeModule
+
+Make = Callable[..., Any]
+
+
+def test_sanity_check_enters_nothing(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make
+) -> None:
+    """Lightning's sanity check scores weights before any merge: its row is no row of the matrix."""
+    make_trainer(merge_callback(), num_sanity_val_steps=2, max_epochs=1).fit(module, small_data())
+    assert module.matrix is not None
+    assert module.matrix.steps == 1
+
+
+def test_resume_with_a_longer_stream_and_without_the_callback(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make, tmp_path: Path
+) -> None:
+    """A stream may grow at its end; without the callback it cannot go on."""
+    path = checkpoint_after_two(
+        module, small_data(TASKS[:2]), make_trainer(merge_callback(), max_epochs=2), tmp_path / "two.ckpt"
+    )
+    longer = ContinualMergeModule()
+    make_trainer(merge_callback()).fit(longer, small_data(), ckpt_path=path)
+    assert_same_weights(longer, direct(TASKS))
+    assert longer.matrix is not None
+    assert torch.equal(longer.matrix.accuracy.isnan(), torch.ones(3, 3).triu(1).bool())
+    with (
+        pytest.warns(UserWarning, match="Be aware that when using `ckpt_path`"),
+        pytest.raises(MisconfigurationException, match="no MergeCallback to continue"),
+    ):
+        make_trainer().fit(ContinualMergeModule(), small_data(), ckpt_path=path)
+
+
+def test_checkpoint_is_plain_small_and_rebuilds_the_module(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make, tmp_path: Path
+) -> None:
+    """It loads with ``weights_only``, holds the weights once, and gives module and matrix without a trainer."""
+    path = checkpoint_after_two(
+        module, small_data(), make_trainer(merge_callback(), ReferenceRows(), StreamReport()), tmp_path / "x.ckpt"
+    )
+    torch.load(path, weights_only=True)
+    weights = sum(p.numel() * p.element_size() for p in module.parameters())
+    assert path.stat().st_size <= 1.2 * weights
+    again = ContinualMergeModule.load_from_checkpoint(path)
+    assert again.merged_tasks == TASKS
+    assert all(torch.equal(tensor, tower(module)[name]) for name, tensor in tower(again).items())
+    assert again.matrix is not None
+    assert again.matrix.compute()["ACC"] == module.matrix.compute()["ACC"]  # type: ignore[union-attr]
+
+
+def test_a_row_cut_short_is_refused(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make, monkeypatch: Any
+) -> None:
+    """A validation that saw fewer images must not enter the matrix."""
+    original = ContinualMergeModule.validation_step
+
+    def skips_first(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch_idx:
+            original(self, batch, batch_idx, dataloader_idx)
+
+    monkeypatch.setattr(ContinualMergeModule, "validation_step", skips_first)
+    with pytest.raises(RuntimeError, match="only 24 of 40 images of 'font_category' were scored"):
+        make_trainer(merge_callback()).fit(module, small_data())
+
+
+def test_broken_weights_stop_the_evaluation(module: ContinualMergeModule, small_data: Make, make_trainer: Make) -> None:
+    """NaN logits are no answer."""
+    module.configure_model()
+    with torch.no_grad():
+        module.backbone.vision_model.post_layernorm.weight.fill_(torch.nan)  # type: ignore[union-attr]
+    with pytest.raises(FloatingPointError, match="logits on 'font_category' hold NaN"):
+        make_trainer().validate(module, small_data(), verbose=False)
