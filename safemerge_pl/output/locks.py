@@ -125,7 +125,7 @@ def _lock_now(handle: int) -> None:
         return
     os.lseek(handle, _BEYOND, os.SEEK_SET)
     try:
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
     except PermissionError as error:
         raise BlockingIOError(errno.EAGAIN, str(error)) from error
     finally:
