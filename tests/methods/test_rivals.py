@@ -14,10 +14,9 @@ import torch
 from tiny import Tensors, assert_same, copied, hf_t5, hf_vision, randn, tower, tuned
 from torch import Tensor, nn
 
-from safemerge_pl import folding
 from safemerge_pl.callbacks import MergeCallback
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.folding import stacks
+from safemerge_pl.folding import engine, stacks
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import (
     NUFILT,
@@ -399,7 +398,7 @@ def test_large_tensors_outside_of_stacks_are_folded_a_few_rows_at_a_time(
 ) -> None:
     whole = ContinualMerger(clip[0], make())
     expected = states_of(whole, clip[1])
-    monkeypatch.setattr(folding, "LARGE_ENTRIES", 1)
+    monkeypatch.setattr(engine, "LARGE_ENTRIES", 1)
     monkeypatch.setattr(stacks, "LARGE_ENTRIES", 20)
     parts = ContinualMerger(clip[0], make())
     for found, state in zip(states_of(parts, clip[1]), expected, strict=True):
