@@ -15,38 +15,14 @@ if TYPE_CHECKING:
     from safemerge_pl.live import LiveMerger as LiveMerger
     from safemerge_pl.merger import ContinualMerger as ContinualMerger
     from safemerge_pl.merger import FoldReport as FoldReport
-    from safemerge_pl.methods import NUFILT as NUFILT
-    from safemerge_pl.methods import OPCM as OPCM
-    from safemerge_pl.methods import TSVM as TSVM
-    from safemerge_pl.methods import IsoC as IsoC
-    from safemerge_pl.methods import KnOTSTies as KnOTSTies
-    from safemerge_pl.methods import MergeMethod as MergeMethod
-    from safemerge_pl.methods import NaiveAccumulation as NaiveAccumulation
-    from safemerge_pl.methods import SafeMerge as SafeMerge
-    from safemerge_pl.methods import TaskArithmetic as TaskArithmetic
-    from safemerge_pl.methods import TiesMerging as TiesMerging
-    from safemerge_pl.methods import WUDIMerging as WUDIMerging
+    from safemerge_pl.methods import *  # noqa: F403
     from safemerge_pl.module import ContinualMergeModule as ContinualMergeModule
 
-_METHODS = (
-    "IsoC",
-    "KnOTSTies",
-    "MergeMethod",
-    "NUFILT",
-    "NaiveAccumulation",
-    "OPCM",
-    "SafeMerge",
-    "TSVM",
-    "TaskArithmetic",
-    "TiesMerging",
-    "WUDIMerging",
-)
 _HOMES = {
     "ContinualMergeModule": "safemerge_pl.module",
     "ContinualMerger": "safemerge_pl.merger",
     "FoldReport": "safemerge_pl.merger",
     "LiveMerger": "safemerge_pl.live",
-    **dict.fromkeys(_METHODS, "safemerge_pl.methods"),
 }
 _MODULES = ("callbacks", "functional", "metrics")
 _EARLIER = {
@@ -57,38 +33,26 @@ _EARLIER = {
 }
 """Modules of version 0.1.0 that configurations and checkpoints name in class paths, and where the classes are now."""
 
-__all__ = [
-    "NUFILT",
-    "OPCM",
-    "TSVM",
-    "ContinualMergeModule",
-    "ContinualMerger",
-    "FoldReport",
-    "IsoC",
-    "KnOTSTies",
-    "LiveMerger",
-    "MergeMethod",
-    "NaiveAccumulation",
-    "SafeMerge",
-    "TaskArithmetic",
-    "TiesMerging",
-    "WUDIMerging",
-    "__version__",
-    "callbacks",
-    "functional",
-    "metrics",
-]
-
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return sorted([*_HOMES, *_MODULES, "__version__", *_methods().__all__])
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"safemerge_pl.{name}")
     if name in _EARLIER:
         return importlib.import_module(_EARLIER[name])
+    # every other class is a merge method's; a module that is asked for in lower case must not wait for torch
+    if name[:1].isupper() and name in _methods().__all__:
+        return getattr(_methods(), name)
     raise AttributeError(f"module 'safemerge_pl' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(__getattr__("__all__"))
+
+
+def _methods() -> Any:
+    """Import the package that says which merge methods there are."""
+    return importlib.import_module("safemerge_pl.methods")

@@ -35,7 +35,7 @@ from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
-from safemerge_pl.runtime.disk_cache import KeptTensors
+from safemerge_pl.runtime.disk_cache import CachedTensors
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
 
@@ -115,7 +115,7 @@ class ContinualMerger:
         self.saved: Path | None = None  # the output that it was read from or written to last
         self._now = _Position()
         self._own_energies: dict[str, float] = {}  # of the pretrained matrices, for the response
-        self._caches: dict[tuple[str, ...], KeptTensors] = {}
+        self._caches: dict[tuple[str, ...], CachedTensors] = {}
         with exact_arithmetic(self.device):
             for name in self.plan.parameters:
                 require_dtype(self.pretrained, name)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from safemerge_pl.backbones.base import Backbone
-from safemerge_pl.runtime.disk_cache import cache_folder, keep_tensor, kept_file, kept_tensor
+from safemerge_pl.runtime.disk_cache import cache_file, cache_folder, load_tensor, save_tensor
 
 __all__ = ["zero_shot_head"]
 
@@ -44,18 +44,18 @@ def zero_shot_head(
             raise ValueError(f"the template {template!r} has no {{}} for the class name.")
     texts = [template.replace("{}", name) for name in classes for template in templates]
     file = _file(backbone, texts, len(classes)) if len(texts) >= FEW_TEXTS else None
-    head = kept_tensor(file)
+    head = load_tensor(file)
     if head is None or head.ndim != 2 or len(head) != len(classes) or not torch.isfinite(head).all():
         features = torch.cat(
             [backbone.encode_text(texts[start : start + batch_size]) for start in range(0, len(texts), batch_size)]
         )
         means = normalize(features.float(), dim=-1).view(len(classes), len(templates), -1).mean(1)
         head = normalize(means, dim=-1)
-        keep_tensor(file, head)
+        save_tensor(file, head)
     return head
 
 
 def _file(backbone: Backbone, texts: Sequence[str], classes: int) -> Path | None:
     """File of a head; ``None`` where none may be kept or the text side cannot be told apart from others."""
     key = None if cache_folder() is None else backbone.text_key()
-    return None if key is None else kept_file("heads", [key, classes, *texts])
+    return None if key is None else cache_file("heads", [key, classes, *texts])

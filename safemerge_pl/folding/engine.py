@@ -29,7 +29,7 @@ from safemerge_pl.folding.stacks import (
 from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.cores import flat_parts, length_of, map_on_cores
-from safemerge_pl.runtime.disk_cache import KeptTensors
+from safemerge_pl.runtime.disk_cache import CachedTensors
 from safemerge_pl.runtime.environment import machine_key
 
 __all__ = ["Folding"]
@@ -77,7 +77,7 @@ class Folding:
     device: torch.device
     processes: Processes
     reference: str
-    caches: dict[tuple[str, ...], KeptTensors]
+    caches: dict[tuple[str, ...], CachedTensors]
     on_progress: Callable[[int, int], None]
     rows: dict[str, LayerReport] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -225,12 +225,12 @@ class Folding:
             new = base  # the pretrained tensor, stored in fewer bits: rounding is not a task
         return layer.view(base), layer.view(self.current(layer.parameter)), layer.view(new)
 
-    def _cache(self, layers: _Layers, device: torch.device) -> KeptTensors:
+    def _cache(self, layers: _Layers, device: torch.device) -> CachedTensors:
         """What depends on the pretrained weights of a stack alone; that of large matrices also for the next stream."""
         key = _cache_key(layers, device)
         if key not in self.caches:
             origin = [self.reference, type(self.method).__qualname__, *key[1:], *machine_key(device)]
-            self.caches[key] = KeptTensors(origin if layers[0].entries >= WORTH_KEEPING else None, device)
+            self.caches[key] = CachedTensors(origin if layers[0].entries >= WORTH_KEEPING else None, device)
         return self.caches[key]
 
     def _length(self, staged: Mapping[str, Tensor], name: str) -> float:

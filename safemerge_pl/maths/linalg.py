@@ -15,8 +15,8 @@ from safemerge_pl.maths.leading import decompose_on_cores, leading_eigenvectors
 
 __all__ = [
     "complement_basis",
-    "jointly_orthogonal",
     "numerical_rank_tolerance",
+    "orthogonalize_jointly",
     "polar_factor",
     "right_singular_basis",
     "thin_svd",
@@ -174,7 +174,7 @@ def polar_factor(matrices: Tensor, tolerance: float | None = None) -> tuple[Tens
     return s.to(matrices.dtype), factor.to(matrices.dtype)
 
 
-def jointly_orthogonal(first: Tensor, second: Tensor, precision: torch.dtype) -> Tensor:
+def orthogonalize_jointly(first: Tensor, second: Tensor, precision: torch.dtype) -> Tensor:
     r"""The polar factor of two bases side by side: the nearest columns that are orthogonal together.
 
     It is :math:`[A\,B]\,([A\,B]^\top[A\,B])^{-1/2}`, and the SVD :math:`A^\top B = P\,\mathrm{diag}(\sigma)\,Q^\top` of
@@ -191,7 +191,7 @@ def jointly_orthogonal(first: Tensor, second: Tensor, precision: torch.dtype) ->
 
     Example:
         >>> a, b = torch.tensor([[[1.0], [0.0]]]).double(), torch.tensor([[[0.6], [0.8]]]).double()
-        >>> c = jointly_orthogonal(a, b, torch.float64)
+        >>> c = orthogonalize_jointly(a, b, torch.float64)
         >>> [[round(x, 4) for x in row] for row in c[0].tolist()]
         [[0.9487, 0.3162], [-0.3162, 0.9487]]
     """

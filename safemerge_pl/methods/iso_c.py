@@ -39,7 +39,7 @@ class IsoC(MergeMethod):
         """Make one stack isotropic."""
         if stack.index == 1:
             return StackResult(stack.incoming.clone())
-        merged = isotropic(stack.merged_vector + stack.task_vector, inflate=self.inflate)
+        merged = make_isotropic(stack.merged_vector + stack.task_vector, inflate=self.inflate)
         return StackResult(stack.pretrained + self.scaling * merged)
 
     def fold_rest(self, stack: Stack) -> StackResult:
@@ -48,12 +48,12 @@ class IsoC(MergeMethod):
         return StackResult(stack.pretrained + self.scaling * (result - stack.pretrained) if stack.index > 1 else result)
 
 
-def isotropic(matrices: Tensor, *, inflate: bool = False) -> Tensor:
+def make_isotropic(matrices: Tensor, *, inflate: bool = False) -> Tensor:
     r"""Replace all singular values by their mean over ``min(d_out, d_in)``, ``(L, d_out, d_in)`` in and out.
 
     Example:
         >>> import torch
-        >>> isotropic(torch.tensor([[[3.0, 0.0], [0.0, 1.0]]])).tolist()
+        >>> make_isotropic(torch.tensor([[[3.0, 0.0], [0.0, 1.0]]])).tolist()
         [[[2.0, 0.0], [0.0, 2.0]]]
     """
     values, polar = polar_factor(matrices, tolerance=0.0 if inflate else None)

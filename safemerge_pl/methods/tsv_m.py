@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from safemerge_pl.maths.linalg import jointly_orthogonal, thin_svd
+from safemerge_pl.maths.linalg import orthogonalize_jointly, thin_svd
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, mean_rule, require_numbers
 
 __all__ = ["TSVM"]
@@ -43,7 +43,7 @@ class TSVM(MergeMethod):
             return StackResult(stack.pretrained.clone())
         old, new = (thin_svd(vector, lambda _: half) for vector in (stack.merged_vector, stack.task_vector))
         kind = stack.pretrained.dtype
-        left, right = (jointly_orthogonal(old[side], new[side], kind) for side in (0, 2))
+        left, right = (orthogonalize_jointly(old[side], new[side], kind) for side in (0, 2))
         values = torch.cat([old[1][:, :half], new[1][:, :half]], dim=1)
         merged = (left * values[:, None]).to(kind) @ right.mT.to(kind)
         return StackResult(stack.pretrained + self.scaling * merged)

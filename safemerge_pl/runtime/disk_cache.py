@@ -16,7 +16,7 @@ from torch import Tensor
 
 from safemerge_pl.runtime.files import write_bytes
 
-__all__ = ["KeptTensors", "cache_folder", "keep_tensor", "kept_file", "kept_tensor"]
+__all__ = ["CachedTensors", "cache_file", "cache_folder", "load_tensor", "save_tensor"]
 
 _NAME = "safemerge_pl"
 
@@ -35,7 +35,7 @@ def cache_folder() -> Path | None:
     return Path(home).expanduser() / _NAME if home else platformdirs.user_cache_path(_NAME, appauthor=False)
 
 
-def kept_file(kind: str, inputs: object, ending: str = "safetensors") -> Path | None:
+def cache_file(kind: str, inputs: object, ending: str = "safetensors") -> Path | None:
     """The file of a result; ``None`` where nothing is to be kept.
 
     Args:
@@ -44,14 +44,14 @@ def kept_file(kind: str, inputs: object, ending: str = "safetensors") -> Path | 
         ending: of the file's name.
 
     Example:
-        >>> kept_file("heads", ["a cat", "a dog"]) == kept_file("heads", ["a cat", "a dog"])
+        >>> cache_file("heads", ["a cat", "a dog"]) == cache_file("heads", ["a cat", "a dog"])
         True
     """
     folder, content = cache_folder(), json.dumps(inputs)
     return folder and folder / kind / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.{ending}"
 
 
-def kept_tensor(file: Path | None) -> Tensor | None:
+def load_tensor(file: Path | None) -> Tensor | None:
     """What was kept in a file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -64,7 +64,7 @@ def kept_tensor(file: Path | None) -> Tensor | None:
         return None
 
 
-def keep_tensor(file: Path | None, tensor: Tensor) -> None:
+def save_tensor(file: Path | None, tensor: Tensor) -> None:
     """Keep a tensor."""
     from safetensors.torch import save
 
@@ -73,7 +73,7 @@ def keep_tensor(file: Path | None, tensor: Tensor) -> None:
             write_bytes(file, save({"tensor": tensor.contiguous().cpu()}))
 
 
-class KeptTensors(MutableMapping[str, Tensor]):
+class CachedTensors(MutableMapping[str, Tensor]):
     """Tensors by name in memory and in files; one that is only in a file is read when it is asked for.
 
     Args:
@@ -81,7 +81,7 @@ class KeptTensors(MutableMapping[str, Tensor]):
         device: where the tensors belong.
 
     Example:
-        >>> tensors = KeptTensors(None, torch.device("cpu"))
+        >>> tensors = CachedTensors(None, torch.device("cpu"))
         >>> tensors["basis"] = torch.ones(2)
         >>> "basis" in tensors, "another" in tensors
         (True, False)
@@ -93,7 +93,7 @@ class KeptTensors(MutableMapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._tensors:
-            kept = kept_tensor(self._file(name))
+            kept = load_tensor(self._file(name))
             if kept is None:
                 raise KeyError(name)
             self._tensors[name] = kept.to(self._device)
@@ -101,7 +101,7 @@ class KeptTensors(MutableMapping[str, Tensor]):
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
         self._tensors[name] = tensor
-        keep_tensor(self._file(name), tensor)
+        save_tensor(self._file(name), tensor)
 
     def __delitem__(self, name: str) -> None:
         del self._tensors[name]
@@ -114,4 +114,4 @@ class KeptTensors(MutableMapping[str, Tensor]):
         return len(self._tensors)
 
     def _file(self, name: str) -> Path | None:
-        return None if self._inputs is None else kept_file("bases", [self._inputs, name])
+        return None if self._inputs is None else cache_file("bases", [self._inputs, name])

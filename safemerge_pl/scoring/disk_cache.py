@@ -10,7 +10,7 @@ import torch
 
 from safemerge_pl.backbones.base import Backbone, cache_key
 from safemerge_pl.checkpoints.open import fingerprint
-from safemerge_pl.runtime.disk_cache import cache_folder, kept_file
+from safemerge_pl.runtime.disk_cache import cache_file, cache_folder
 from safemerge_pl.runtime.files import write_json
 from safemerge_pl.version import __version__
 
@@ -41,7 +41,7 @@ def score_file(backbone: Backbone, examples: Any) -> Path | None:
         *(examples.classes, examples.templates, len(examples)),
         [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     ]
-    return kept_file("scores", content, "json")
+    return cache_file("scores", content, "json")
 
 
 def read_score(file: Path | None) -> float | None:

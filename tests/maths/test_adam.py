@@ -26,6 +26,21 @@ def test_steps_equal_those_of_torch(block: int, dtype: torch.dtype, monkeypatch:
     assert torch.equal(ours[0, 0], start[0, 0])
 
 
+def test_a_layer_does_not_depend_on_what_it_is_stacked_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused Adam of torch fails here, at sizes that are no multiple of a vector register."""
+    monkeypatch.setattr(adam_module, "_BLOCK", 100)
+    generator = torch.Generator().manual_seed(0)
+    stack = torch.randn(5, 67, generator=generator)
+    gradients = torch.randn(30, 5, 67, generator=generator)
+    together, alone = stack.clone(), stack.clone()
+    for part, select in ((together, slice(None)), *((row, index) for index, row in enumerate(alone))):
+        adam = Adam(part, lr=1e-3)
+        for gradient in gradients:
+            adam.gradient.copy_(gradient[select])
+            adam.step()
+    assert torch.equal(together, alone)
+
+
 def test_a_view_that_cannot_be_flattened_is_refused() -> None:
     with pytest.raises(RuntimeError, match="view"):
         Adam(torch.zeros(4, 6).T, lr=0.1)

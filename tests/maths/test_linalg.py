@@ -11,8 +11,8 @@ from torch import Tensor
 from safemerge_pl.maths import linalg
 from safemerge_pl.maths.linalg import (
     complement_basis,
-    jointly_orthogonal,
     numerical_rank_tolerance,
+    orthogonalize_jointly,
     polar_factor,
     right_singular_basis,
     thin_svd,
@@ -345,7 +345,7 @@ def test_a_thin_svd_is_zero_beyond_the_numerical_rank(dtype: torch.dtype) -> Non
 
 def test_two_bases_become_orthogonal_together_as_their_polar_factor_is() -> None:
     first, second = (torch.linalg.qr(randn(3, 9, 4, seed=seed)).Q for seed in (1, 2))
-    found = jointly_orthogonal(first, second, torch.float64)
+    found = orthogonalize_jointly(first, second, torch.float64)
     assert torch.allclose(found, polar_factor(torch.cat([first, second], dim=2))[1], rtol=0, atol=1e-12)
     assert torch.allclose(found.mT @ found, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-12)
 
@@ -355,6 +355,6 @@ def test_a_direction_of_both_bases_is_shared_and_a_missing_one_stays_missing(pre
     """By hand: e1 is in both, so each copy gets 1/sqrt(2); e2 and e3 are alone; a zero column stays zero."""
     e1, e2, e3 = torch.eye(3, dtype=torch.float64)
     zero = torch.zeros(3, dtype=torch.float64)
-    found = jointly_orthogonal(torch.stack([e1, e2, zero], 1)[None], torch.stack([e1, zero, e3], 1)[None], precision)
+    found = orthogonalize_jointly(torch.stack([e1, e2, zero], 1)[None], torch.stack([e1, zero, e3], 1)[None], precision)
     expected = torch.stack([e1 * 0.5**0.5, e2, zero, e1 * 0.5**0.5, zero, e3], 1)[None]
     assert torch.allclose(found, expected, rtol=0, atol=1e-7)

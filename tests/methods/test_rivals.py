@@ -33,7 +33,7 @@ from safemerge_pl.methods import (
     WUDIMerging,
     opcm,
 )
-from safemerge_pl.methods.iso_c import isotropic
+from safemerge_pl.methods.iso_c import make_isotropic
 from safemerge_pl.methods.nufilt import nufilt_loss_and_gradients
 from safemerge_pl.methods.opcm import project_out
 from safemerge_pl.methods.ties import elect_and_sum, trim_thresholds
@@ -474,16 +474,16 @@ def test_iso_inflates_a_matrix_of_rank_one_only_where_asked(shape: tuple[int, in
     """Section 5: rank 1 -> rank 4. The mean is over min(o, d) values either way."""
     matrix = (randn(shape[0], 1, seed=1).to(dtype) @ randn(1, shape[1], seed=2).to(dtype))[None]
     size = matrix.norm().item() / 4
-    kept = torch.linalg.svdvals(isotropic(matrix))[0].tolist()
+    kept = torch.linalg.svdvals(make_isotropic(matrix))[0].tolist()
     assert kept == pytest.approx([size, 0, 0, 0], rel=1e-5, abs=1e-6 * size)
-    assert torch.allclose(isotropic(matrix), matrix / 4, rtol=1e-5, atol=1e-7)
-    raised = torch.linalg.svdvals(isotropic(matrix, inflate=True))[0].tolist()
+    assert torch.allclose(make_isotropic(matrix), matrix / 4, rtol=1e-5, atol=1e-7)
+    raised = torch.linalg.svdvals(make_isotropic(matrix, inflate=True))[0].tolist()
     assert raised == pytest.approx([size] * 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("inflate", [False, True])
 def test_iso_of_a_zero_matrix_is_zero(inflate: bool) -> None:
-    assert not isotropic(torch.zeros(2, 5, 3), inflate=inflate).any()
+    assert not make_isotropic(torch.zeros(2, 5, 3), inflate=inflate).any()
 
 
 def test_iso_tells_the_first_task_by_its_index() -> None:

@@ -7,7 +7,7 @@ import platformdirs
 import pytest
 import torch
 
-from safemerge_pl.runtime.disk_cache import KeptTensors, cache_folder, keep_tensor, kept_file, kept_tensor
+from safemerge_pl.runtime.disk_cache import CachedTensors, cache_file, cache_folder, load_tensor, save_tensor
 
 
 def test_the_user_says_where_results_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,17 +36,17 @@ def test_else_the_system_says_it(home: str | None, tmp_path: Path, monkeypatch: 
 def test_names_of_kept_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another name would leave all that was kept before unused."""
     monkeypatch.setenv("SAFEMERGE_CACHE", "/kept")
-    file = kept_file("bases", [["a", 1, "AVX2"], "general_basis/8"])
+    file = cache_file("bases", [["a", 1, "AVX2"], "general_basis/8"])
     assert file == Path("/kept/bases/b71b438f92a9fd55023bc4f766de1548.safetensors")
-    assert kept_file("scores", "x", "json") == Path("/kept/scores/ba2df4903a2c14e86dc3bcca58911b44.json")
+    assert cache_file("scores", "x", "json") == Path("/kept/scores/ba2df4903a2c14e86dc3bcca58911b44.json")
     monkeypatch.setenv("SAFEMERGE_CACHE", "")
-    assert kept_file("bases", "x") is None
+    assert cache_file("bases", "x") is None
 
 
 def test_a_tensor_comes_back_as_it_was(tmp_path: Path) -> None:
     tensor = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).T
-    keep_tensor(tmp_path / "new" / "one.safetensors", tensor)
-    found = kept_tensor(tmp_path / "new" / "one.safetensors")
+    save_tensor(tmp_path / "new" / "one.safetensors", tensor)
+    found = load_tensor(tmp_path / "new" / "one.safetensors")
     assert found is not None
     assert found.dtype == tensor.dtype
     assert torch.equal(found, tensor)
@@ -57,27 +57,27 @@ def test_a_missing_or_damaged_file_is_as_good_as_none(content: bytes | None, tmp
     file = tmp_path / "one.safetensors"
     if content is not None:
         file.write_bytes(content)
-    assert kept_tensor(file) is None
-    assert kept_tensor(None) is None
+    assert load_tensor(file) is None
+    assert load_tensor(None) is None
 
 
 def test_nothing_is_kept_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    keep_tensor(tmp_path / "file" / "one.safetensors", torch.ones(1))
-    keep_tensor(None, torch.ones(1))
+    save_tensor(tmp_path / "file" / "one.safetensors", torch.ones(1))
+    save_tensor(None, torch.ones(1))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_tensors_of_one_run_are_read_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFEMERGE_CACHE", str(tmp_path))
     cpu = torch.device("cpu")
-    KeptTensors(["model", 1], cpu)["basis"] = torch.arange(3.0)
-    KeptTensors(None, cpu)["basis"] = torch.zeros(3)  # stays in memory
-    later = KeptTensors(["model", 1], cpu)
+    CachedTensors(["model", 1], cpu)["basis"] = torch.arange(3.0)
+    CachedTensors(None, cpu)["basis"] = torch.zeros(3)  # stays in memory
+    later = CachedTensors(["model", 1], cpu)
     assert len(later) == 0
     assert later["basis"].tolist() == [0, 1, 2]
     assert list(later) == ["basis"]
     del later["basis"]
     assert "basis" in later  # the file is still there
-    assert "basis" not in KeptTensors(["model", 2], cpu)
-    assert "basis" not in KeptTensors(None, cpu)
+    assert "basis" not in CachedTensors(["model", 2], cpu)
+    assert "basis" not in CachedTensors(None, cpu)
