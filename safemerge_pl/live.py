@@ -12,14 +12,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter_modules import adapter_deltas, adapter_names, plain_name
-from safemerge_pl.checkpoints.module_weights import read_for_module
+from safemerge_pl.checkpoints.module_weights import holds_exactly, read_for_module
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, open_checkpoint
 from safemerge_pl.checkpoints.tensors import LazyTensors, View
 from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.folding.processes import Processes
+from safemerge_pl.folding.reparametrised import refuse_computed, refuse_missing
 from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.merger import ContinualMerger, FoldReport
-from safemerge_pl.methods.base import MergeMethod
+from safemerge_pl.methods import MergeMethod, SafeMerge
 from safemerge_pl.methods.saved import rebuild_method
 from safemerge_pl.output.saving import read_merge
 
@@ -55,7 +56,8 @@ class LiveMerger:
         rest: see above.
 
     Raises:
-        CheckpointError: if the module cannot be merged, or holds adapters other than plain LoRA.
+        CheckpointError: if the module cannot be merged, holds adapters other than plain LoRA, or computes what would be
+            merged from other tensors (pruning, parametrisation).
 
     Example:
         >>> from safemerge_pl import SafeMerge
@@ -85,6 +87,7 @@ class LiveMerger:
         require_choices(restart_from, rest)
         self.module, self.restart_from, self.rest = module, restart_from, rest
         self._origin = pretrained if isinstance(pretrained, (str, Path)) else None
+        refuse_computed(module, SafeMerge() if method is None else method, layers)
         adapters = adapter_names(module)
         tensors = {name: tensor for name, tensor in self._tensors().items() if name not in adapters}
         self._adapters = {name: self._tensors()[name].detach().cpu().clone() for name in sorted(adapters)}
@@ -206,6 +209,7 @@ class LiveMerger:
         Raises:
             CheckpointError: if it does not fit; nothing has changed then.
         """
+        self._require_tensors()
         report = self.merger.fold(incoming, task)
         self.apply_merged()
         return report
@@ -234,6 +238,10 @@ class LiveMerger:
             self.apply_merged()
         else:
             self._write({name: self.pretrained[name] for name in self.plan.parameters})
+
+    def is_at_start(self) -> bool:
+        """Whether the module holds what it held when this was made, adapters included, and nothing more."""
+        return holds_exactly(self.module, {**self.pretrained, **self._adapters})
 
     def attach(self, module: nn.Module) -> None:
         """Go on with another module of the same architecture.
@@ -332,6 +340,7 @@ class LiveMerger:
     @torch.no_grad()
     def _trained(self) -> dict[str, Tensor]:
         """Copies on the CPU of what is merged, with adapters added."""
+        self._require_tensors()
         tensors, deltas = self._tensors(), adapter_deltas(self.module)
         found = {name: tensors[name].detach().cpu() for name in self.plan.parameters}
         found |= {name: found[name].float() + delta.float().cpu() for name, delta in deltas.items() if name in found}
@@ -352,11 +361,16 @@ class LiveMerger:
         rest = dict(self._adapters)
         if self.rest == "pretrained":
             rest |= {name: self.pretrained[name] for name in self.pretrained}
+        self._require_tensors()
         tensors = self._tensors()
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in {**rest, **parameters}.items():
                 if name not in self.plan.aliases:
                     tensors[name].copy_(tensor)
+
+    def _require_tensors(self) -> None:
+        """See that everything that is read and written is still there, and not computed from other tensors by now."""
+        refuse_missing(self.module, [*self.pretrained, *self._adapters], list(self._tensors()))
 
     def _rest_hash(self) -> str:
         merged = {*self.plan.parameters, *self.plan.aliases}

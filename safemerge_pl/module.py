@@ -119,7 +119,7 @@ class ContinualMergeModule(L.LightningModule):
         accuracies = {}
         for name in data.eval_names:
             accuracies[name], counted = self._scores().take(name)
-            self._require_whole(name, counted, len(data.labelled_set(name)))
+            self._require_whole(name, counted, len(data.labelled_set(name)), stage)
         tasks = [name for name in data.eval_names if name in data.stream.names]
         if stage == "fit":
             scores = self._enter_row(tasks, accuracies)
@@ -141,10 +141,11 @@ class ContinualMergeModule(L.LightningModule):
         matrix.update(len(tasks), accuracies)
         return {name: value.item() for name, value in matrix.compute().items() if not value.isnan()}
 
-    def _require_whole(self, name: str, counted: int, expected: int) -> None:
+    def _require_whole(self, name: str, counted: int, expected: int, stage: str) -> None:
         """A validation that was cut short must not enter the matrix as if it were whole."""
         trainer = self.trainer
-        limited = trainer.limit_val_batches != 1.0 or trainer.limit_test_batches != 1.0 or trainer.fast_dev_run  # type: ignore[attr-defined]
+        limit = trainer.limit_test_batches if stage == "test" else trainer.limit_val_batches
+        limited = trainer.fast_dev_run or _is_part(limit)  # type: ignore[attr-defined]
         if counted != expected and not limited:
             raise RuntimeError(
                 f"only {counted} of {expected} images of '{name}' were scored: this checkpoint was taken inside a "
@@ -199,6 +200,16 @@ class ContinualMergeModule(L.LightningModule):
                 f"{type(data).__name__}."
             )
         return data
+
+
+def _is_part(limit: float) -> bool:
+    """Whether a limit of batches leaves some out: the number 1 is one batch, 1.0 is all of them.
+
+    Example:
+        >>> _is_part(1), _is_part(1.0), _is_part(0.5)
+        (True, False, True)
+    """
+    return isinstance(limit, int) or limit != 1.0
 
 
 def _grown(

@@ -8,8 +8,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks.part import MergePart, require_started
+from safemerge_pl.callbacks.starting import refuse_foreign
+from safemerge_pl.checkpoints.module_weights import holds_exactly
 from safemerge_pl.checkpoints.open import CheckpointError, Source
 from safemerge_pl.data.experts import Experts, find_experts
+from safemerge_pl.folding.reparametrised import refuse_computed
 from safemerge_pl.merger import ContinualMerger, FoldReport
 
 __all__ = ["FromFiles"]
@@ -25,16 +28,17 @@ class FromFiles:
 
     Attributes:
         sources: model of each task, in stream order; known from ``setup`` on.
-        merger: made in the first ``setup``.
+        merger: made when the first ``fit`` starts.
     """
 
     def __init__(self, part: MergePart, experts: Experts, *, on_fold: Callable[[L.Trainer, FoldReport], None]) -> None:
         self.part, self.experts, self.on_fold = part, experts, on_fold
         self.sources: dict[str, Source] = {}
         self.merger: ContinualMerger | None = None
+        self.unsettled = False  # the module may still take up other weights before the first fold
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find the models, capture the pretrained weights and check everything that is going to be merged."""
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, *, known: bool) -> None:
+        """Find the models; refuse a run that cannot merge them. ``known``: what the module began with is kept."""
         self.sources = find_experts(self.experts, self._stream(trainer))
         if trainer.limit_train_batches == 0:
             raise MisconfigurationException("`limit_train_batches` is 0: no epoch would run and nothing be merged.")
@@ -44,25 +48,16 @@ class FromFiles:
                 f"`max_epochs` is {epochs} but the stream has {len(self.sources)} tasks, one an epoch; set it to "
                 f"{len(self.sources)}, or less to stop early."
             )
-        if self.merger is None:  # captured once: at a second fit the module holds merged weights
-            earlier: list[str] = getattr(pl_module, "merged_tasks", [])
-            if earlier:
-                raise MisconfigurationException(
-                    f"the module already holds a merge of {', '.join(earlier)}, so the pretrained weights are "
-                    "unknown; start from a fresh module and resume with `ckpt_path`."
-                )
-            target = self.part.target(pl_module)
-            try:
-                self.merger = ContinualMerger(
-                    target,
-                    self.part.method,
-                    layers=self.part.layers,
-                    device=self.part.choose_device(pl_module),
-                    on_mismatch=self.part.on_mismatch,
-                    max_response=self.part.max_response,
-                )
-            except ValueError as error:
-                raise MisconfigurationException(f"the pretrained model cannot be merged into: {error}") from error
+        if self.merger is None and not known:
+            _require_unmerged(pl_module)
+
+    def capture(self, trainer: L.Trainer, pl_module: L.LightningModule, *, resumed: bool) -> None:
+        """Take the module's weights for the pretrained ones, once; check everything that is going to be merged."""
+        if self.merger is None:  # at a second fit the module holds merged weights
+            if not resumed:
+                _require_unmerged(pl_module)
+                refuse_foreign(trainer)
+            self.merger, self.unsettled = self._make(pl_module), not resumed
         self._check_all()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule, restored: dict[str, Any] | None) -> None:
@@ -81,14 +76,22 @@ class FromFiles:
             )
         self._write(pl_module)
 
+    def on_train_start(self, trainer: L.Trainer) -> None:
+        """Do nothing: no loader is asked for the data of a task."""
+
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Before an epoch or batch: fold what is due."""
+        """Before an epoch: fold what is due."""
+        self._settle(pl_module)
         merger, stream = require_started(self.merger), list(self.sources)
         while len(merger.tasks) <= min(trainer.current_epoch, len(stream) - 1):
             task = stream[len(merger.tasks)]
             report = merger.fold(self.sources[task], task)
             self._write(pl_module)
             self.on_fold(trainer, report)
+
+    def begin_batch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before a batch: fold what is due, where the epoch's own hook was skipped."""
+        self.begin(trainer, pl_module)
 
     def end_epoch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Do nothing: the next model comes with the next epoch."""
@@ -125,6 +128,30 @@ class FromFiles:
             "no order of tasks: use a StreamDataModule, or give `experts` as a mapping from task to model."
         )
 
+    def _make(self, pl_module: L.LightningModule) -> ContinualMerger:
+        part, target = self.part, self.part.target(pl_module)
+        try:
+            refuse_computed(target, part.method, part.layers)
+            return ContinualMerger(
+                target,
+                part.method,
+                layers=part.layers,
+                device=part.choose_device(pl_module),
+                on_mismatch=part.on_mismatch,
+                max_response=part.max_response,
+            )
+        except ValueError as error:
+            raise MisconfigurationException(f"the pretrained model cannot be merged into: {error}") from error
+
+    def _settle(self, pl_module: L.LightningModule) -> None:
+        """Before the first fold: take the weights again, if the module took up others when ``fit`` started."""
+        merger = require_started(self.merger)
+        if self.unsettled and not holds_exactly(self.part.target(pl_module), merger.pretrained):
+            self.merger = self._make(pl_module)
+            self.merger.processes, self.merger.progress = merger.processes, merger.progress
+            self._check_all()
+        self.unsettled = False
+
     def _check_all(self) -> None:
         merger, problems = require_started(self.merger), []
         for task, source in self.sources.items():
@@ -146,3 +173,13 @@ class FromFiles:
                 parameters[name].copy_(tensor)
         if hasattr(pl_module, "merged_tasks"):
             setattr(pl_module, "merged_tasks", merger.tasks)  # noqa: B010  # any module may keep this list
+
+
+def _require_unmerged(pl_module: L.LightningModule) -> None:
+    """Refuse to take merged weights for the pretrained ones."""
+    earlier: list[str] = getattr(pl_module, "merged_tasks", [])
+    if earlier:
+        raise MisconfigurationException(
+            f"the module already holds a merge of {', '.join(earlier)}, so the pretrained weights are unknown; start "
+            "from a fresh module and resume with `ckpt_path`."
+        )

@@ -6,7 +6,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from safemerge_pl.callbacks.options import LiveOptions
@@ -19,11 +18,18 @@ __all__ = [
     "refuse_untrained",
     "require_same",
     "require_untrained",
+    "require_validation",
     "say_what_is_merged",
+    "several_tasks",
 ]
 
 _AVERAGES = ("StochasticWeightAveraging", "WeightAveraging", "EMA", "EMACallback", "ModelEMA", "WeightEMA")
 """Callbacks that keep averaged weights: Lightning's own, and what others call theirs."""
+
+
+def _is_a(callback: Any, *names: str) -> bool:
+    """By name, since `lightning.pytorch` and `pytorch_lightning` each have their own classes."""
+    return any(kind.__name__ in names for kind in type(callback).__mro__)
 
 
 def refuse_unsupported(trainer: L.Trainer) -> None:
@@ -44,10 +50,15 @@ def refuse_unsupported(trainer: L.Trainer) -> None:
         )
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if any(kind.__name__ in _AVERAGES for kind in type(callback).__mro__):
+        if _is_a(callback, *_AVERAGES):
             raise MisconfigurationException(
                 f"{type(callback).__name__} keeps an average of the weights over all tasks and writes it over the "
                 "merged ones; remove it, or average inside a task in your module."
+            )
+        if _is_a(callback, "ModelPruning"):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} computes weights from others and a mask, and merged weights could not be "
+                "written there; remove it, and prune the merged model instead."
             )
 
 
@@ -75,6 +86,11 @@ def check_plan(trainer: L.Trainer, options: LiveOptions, left: int | None, begun
     if left is not None and left < 1:
         raise MisconfigurationException("all named tasks are merged; name more `tasks`, or train without the callback.")
     _check_early_stopping(trainer, boundary)
+    _check_finetuning(trainer, several_tasks(trainer, options, begun))
+    if "metric" in options and trainer.limit_val_batches == 0:
+        raise MisconfigurationException(
+            "`limit_val_batches` is 0: there would be no validation, and `metric` would have no value; use `score`."
+        )
     if isinstance(boundary, str) and boundary != "fit":
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not hasattr(data, boundary):
@@ -110,9 +126,10 @@ def check_plan(trainer: L.Trainer, options: LiveOptions, left: int | None, begun
 
 def _check_early_stopping(trainer: L.Trainer, boundary: Any) -> None:
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for stopper in callbacks:
-        if not isinstance(stopper, EarlyStopping):
+    for found in callbacks:
+        if not _is_a(found, "EarlyStopping"):
             continue
+        stopper: Any = found
         if boundary != "fit":
             raise MisconfigurationException(
                 "EarlyStopping ends the whole run, not the task, and compares tasks with each other; run one `fit` a "
@@ -123,6 +140,46 @@ def _check_early_stopping(trainer: L.Trainer, boundary: Any) -> None:
                 "EarlyStopping still remembers the best score of the task before; make a new one (and a new Trainer) "
                 "for each `fit`."
             )
+
+
+def several_tasks(trainer: L.Trainer, options: LiveOptions, begun: int) -> bool:
+    """Whether this `fit` may train more than one task.
+
+    Args:
+        trainer: about to fit.
+        options: of the live merge.
+        begun: epochs of the task in progress that are over.
+    """
+    if options.get("boundary") == "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return False
+    epochs = trainer.max_epochs
+    if epochs is None or epochs < 0:
+        return True
+    return epochs - trainer.current_epoch + begun > options.get("epochs_per_task", 1)
+
+
+def _check_finetuning(trainer: L.Trainer, several: bool) -> None:
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if several and _is_a(callback, "BackboneFinetuning"):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} counts the epochs of the whole run: it would freeze the backbone in the "
+                "first task only, and then set the learning rate of everything; run one `fit` a task with "
+                "`boundary='fit'` and a new one each time."
+            )
+
+
+def require_validation(trainer: L.Trainer, options: LiveOptions) -> None:
+    """Refuse a `metric` in a run that has no validation, once its loaders are known.
+
+    Raises:
+        MisconfigurationException: naming the way out.
+    """
+    if "metric" in options and not trainer.enable_validation:
+        raise MisconfigurationException(
+            "this run has no validation (no `validation_step`, or no validation loader), and `metric` would have no "
+            "value; use `score`."
+        )
 
 
 def refuse_untrained(pl_module: L.LightningModule) -> None:

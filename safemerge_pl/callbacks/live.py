@@ -13,11 +13,15 @@ from safemerge_pl.callbacks.guards import (
     refuse_untrained,
     require_same,
     require_untrained,
+    require_validation,
     say_what_is_merged,
+    several_tasks,
 )
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.part import MergePart, require_started
+from safemerge_pl.callbacks.reloading import require_reload
 from safemerge_pl.callbacks.scores import StreamScores
+from safemerge_pl.callbacks.starting import refuse_foreign
 from safemerge_pl.checkpoints.open import CheckpointError
 from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.live import LiveMerger, require_choices
@@ -43,7 +47,7 @@ class Live:
         on_scores: called with trainer, module, scores and the names of the control sets once a merge has been scored.
 
     Attributes:
-        merger: made in the first ``setup``.
+        merger: made when the first ``fit`` starts.
 
     Raises:
         ValueError: if options contradict each other.
@@ -75,8 +79,10 @@ class Live:
                 "merged weights; use `score`."
             )
         self.merger: LiveMerger | None = None
+        self.unsettled = False  # the module may still take up other weights before the first batch
         self.epochs = 0  # finished epochs of the task in progress
         self.closed = False  # the current epoch is counted
+        self.cut_short = False  # its loader ended before its length, and Lightning skipped the validation
         self.merged_in_place = False  # the module holds the merged weights, not those in training
         self.unscored = False  # folded, but its validation is still to come
         self.resumed = False  # and no task has begun since
@@ -87,31 +93,34 @@ class Live:
         """Names folded so far, in order."""
         return [] if self.merger is None else self.merger.tasks
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Capture the pretrained weights; refuse a plan that cannot work."""
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, *, known: bool) -> None:
+        """Refuse a plan that cannot work. ``known``: what the module began with is kept."""
         refuse_untrained(pl_module)
         check_plan(trainer, self.options, self.tasks_left(trainer), self.epochs)
         if "output" in self.options and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             check_output(Path(self.options["output"]))
-        target = self.part.target(pl_module)
-        try:
-            if self.merger is not None:
-                self.merger.attach(target)
-                return
-            if "pretrained" not in self.options:
+        if self.merger is None and "pretrained" not in self.options and not known:
+            require_untrained(trainer, pl_module)
+
+    def capture(self, trainer: L.Trainer, pl_module: L.LightningModule, *, resumed: bool) -> None:
+        """Take the module's weights for the pretrained ones, once; later, see that the module is of that kind."""
+        if self.merger is None:
+            given = "pretrained" in self.options
+            if not (resumed or given):
                 require_untrained(trainer, pl_module)
-            self.merger = LiveMerger(
-                target,
-                self.part.method,
-                layers=self.part.layers,
-                pretrained=self.options.get("pretrained"),
-                restart_from=self.options.get("restart_from", "pretrained"),
-                rest=self.options.get("rest", "pretrained"),
-                max_response=self.part.max_response,
-            )
-            say_what_is_merged(self.merger, self.part.module_attr, type(pl_module).__name__)
+                refuse_foreign(trainer)
+            self.merger, self.unsettled = self._make(pl_module), not (resumed or given)
+            return
+        try:
+            self.merger.attach(self.part.target(pl_module))
         except ValueError as error:
             raise MisconfigurationException(f"this module cannot be merged: {error}") from error
+
+    def on_train_start(self, trainer: L.Trainer) -> None:
+        """Before the first step, when the loaders are known: refuse those that cannot work."""
+        require_validation(trainer, self.options)
+        if several_tasks(trainer, self.options, self.epochs):
+            require_reload(trainer, self.epochs_per_task, self.epochs, resumed=self.resumed)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule, restored: dict[str, Any] | None) -> None:
         """Take up a restored position."""
@@ -125,6 +134,16 @@ class Live:
             for key in ("epochs", "closed", "merged_in_place", "unscored", "current"):
                 setattr(self, key, restored[key])
             self.scores.rows = list(restored["rows"])
+
+    def begin_batch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before a batch: as before an epoch; before the very first, the weights that it starts from are there."""
+        self.begin(trainer, pl_module)
+        merger = require_started(self.merger)
+        if self.unsettled and not merger.is_at_start():
+            self.merger = self._make(pl_module)
+            self.merger.device, self.merger.processes = merger.device, merger.processes
+            self.merger.progress = merger.progress
+        self.unsettled = False
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before an epoch or batch: see whether the data changed its task, and start the next one."""
@@ -151,7 +170,7 @@ class Live:
         """After the last batch of an epoch, once: fold if the task ends here."""
         if self.closed:
             return
-        self.closed = True
+        self.closed, self.cut_short = True, not trainer.is_last_batch
         self.epochs += 1
         due = self.epochs >= self.epochs_per_task if self.epochs_per_task is not None else False
         if callable(self.boundary):
@@ -201,6 +220,23 @@ class Live:
             "rows": list(self.scores.rows),
         }
 
+    def _make(self, pl_module: L.LightningModule) -> LiveMerger:
+        options = self.options
+        try:
+            merger = LiveMerger(
+                self.part.target(pl_module),
+                self.part.method,
+                layers=self.part.layers,
+                pretrained=options.get("pretrained"),
+                restart_from=options.get("restart_from", "pretrained"),
+                rest=options.get("rest", "pretrained"),
+                max_response=self.part.max_response,
+            )
+        except ValueError as error:
+            raise MisconfigurationException(f"this module cannot be merged: {error}") from error
+        say_what_is_merged(merger, self.part.module_attr, type(pl_module).__name__)
+        return merger
+
     def _fold(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         merger, task = require_started(self.merger), self._next_task(trainer)
         report = merger.fold_trained(task, f"trained until step {trainer.global_step}")
@@ -227,6 +263,12 @@ class Live:
                 "of the accuracy matrix is lost, and with it BWT."
             )
             self.unscored = False
+        if self.unscored and self.cut_short:
+            raise MisconfigurationException(
+                f"no validation ran after '{self.tasks[-1]}' was merged, so `metric` has no value: the training loader "
+                "gave fewer batches than its length says, and Lightning then skips the validation; correct the "
+                "length, or use `score`."
+            )
         if self.unscored:
             raise MisconfigurationException(
                 f"no validation ran after '{self.tasks[-1]}' was merged, so `metric` has no value; validate at "

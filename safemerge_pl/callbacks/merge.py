@@ -1,6 +1,7 @@
 """The callback that folds the next fine-tuned model into the module at each task boundary."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -15,6 +16,7 @@ from safemerge_pl.callbacks.live import Live
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.part import MergePart, require_started
 from safemerge_pl.callbacks.scalars import log_fold
+from safemerge_pl.callbacks.starting import StartingWeights
 from safemerge_pl.checkpoints.adapter_modules import plain_name
 from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.open import Source
@@ -35,7 +37,8 @@ class MergeCallback(L.Callback):
     The models come from checkpoints, one per epoch (``experts``), or from the training itself: with ``epochs_per_task``
     or ``boundary`` the callback folds what a training loop has just trained, at the end of each task.
 
-    The module's weights at the start of ``fit`` are the pretrained ones. Weights are changed in place and wholly or not
+    The weights that training starts from are the pretrained ones, also where the module reads them in ``setup``,
+    ``configure_model`` or ``on_fit_start``. Weights are changed in place and wholly or not
     at all. The position in the stream is the callback's own and is saved with the checkpoint, so a run that was stopped
     continues where it was, bit-identical, and nothing is folded twice. ``validate``, ``test`` and ``predict`` fold
     nothing.
@@ -63,8 +66,8 @@ class MergeCallback(L.Callback):
 
     Raises:
         ValueError: if the options contradict each other.
-        MisconfigurationException: in ``setup``, for a strategy that shards weights, half-precision weights, or an
-            expert that is missing or does not fit; all problems in one message, before anything is changed.
+        MisconfigurationException: before the first step, for a strategy that shards weights, half-precision weights,
+            or an expert that is missing or does not fit; all problems in one message, before anything is changed.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class MergeCallback(L.Callback):
         method = SafeMerge() if method is None else method
         self.part = MergePart(method, layers, module_attr, device, on_mismatch, max_response)
         self._restored: dict[str, Any] | None = None
+        self._starting = StartingWeights(self.part)
+        self._is_ready = False
         if live and experts != "zoo":
             raise ValueError("give `experts` (checkpoints) or `epochs_per_task`/`boundary` (training), not both.")
         self.files = FromFiles(self.part, experts, on_fold=log_fold)
@@ -154,24 +159,48 @@ class MergeCallback(L.Callback):
         return [] if self.merger is None else self.merger.reports
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Capture the pretrained weights and check everything that is going to be merged."""
-        if stage != "fit":
-            return
-        refuse_unsupported(trainer)
-        pl_module.configure_model()
-        self._mode.setup(trainer, pl_module)
-        self._require_own_weights(trainer, pl_module)
+        """Refuse a run that cannot work. The module is set up after its callbacks, so its weights are still unknown."""
+        if stage == "fit":
+            self._is_ready = False
+            refuse_unsupported(trainer)
+            self._mode.setup(trainer, pl_module, known=self._starting.known(pl_module))
+        if self.merger is None:
+            self._starting.watch(pl_module)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Note that what the module holds now is a checkpoint's, and of which merge."""
+        self._starting.loaded(pl_module)
+        state = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        tasks = state.get("live", {}).get("merger", state).get("tasks", [])
+        if tasks and trainer.state.fn != TrainerFn.FITTING:
+            setattr(pl_module, "merged_tasks", list(tasks))  # noqa: B010  # whoever captures it next must know
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take up a restored position, now that module and checkpoint are in place."""
+        """Take the pretrained weights and a restored position, now that module and checkpoint are in place."""
+        self.ready(trainer, pl_module)
+
+    def ready(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Do what :meth:`on_fit_start` does, once; for callbacks that need the merger and come first."""
+        if self._is_ready:
+            return
         restored, self._restored = self._restored, None
         if restored is not None and ("live" in restored) != (self.live is not None):
             kind = "checkpoints (`experts`)" if self.live is not None else "what a loop trains (`epochs_per_task`)"
             raise MisconfigurationException(f"this checkpoint is from a merge of {kind}; build the callback as then.")
+        resumed = restored is not None
+        with self._starting.in_place(pl_module) if resumed else nullcontext():
+            self._mode.capture(trainer, pl_module, resumed=resumed)
+        self._starting.forget()
         merger = self._require_merger()
         merger.device = self.part.choose_device(pl_module)
         merger.processes = Processes(shared=trainer.world_size > 1)
+        self._require_own_weights(trainer, pl_module)
         self._mode.on_fit_start(trainer, pl_module, restored)
+        self._is_ready = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """In training, refuse loaders that cannot work, now that they are known."""
+        self._mode.on_train_start(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Fold what is due from a checkpoint; in training, begin the next task."""
@@ -181,7 +210,7 @@ class MergeCallback(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Fold what is due, if the epoch started from a checkpoint taken inside it (its start hook is skipped then)."""
-        self._mode.begin(trainer, pl_module)
+        self._mode.begin_batch(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -196,8 +225,11 @@ class MergeCallback(L.Callback):
             self._mode.on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """In training, close an epoch whose last batch the module skipped (its batch hook is skipped then)."""
-        if trainer.is_last_batch:
+        """In training, close an epoch that no last batch has closed: it was skipped, or the loader ended early.
+
+        An epoch that ``max_steps`` or a stop signal cuts off is not over; Lightning would go on with it.
+        """
+        if trainer.is_last_batch or not trainer.fit_loop.epoch_loop.done:
             self._mode.end_epoch(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -207,6 +239,7 @@ class MergeCallback(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Leave a merger that works without the run's processes, and forget a state that no ``fit`` took up."""
         self._restored = None
+        self._starting.stop()
         if self.merger is not None:
             self.merger.processes = Processes(shared=False)
 

@@ -48,7 +48,10 @@ class MergedModelWriter(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse a disk that is too full, now that the size of the model is known."""
         merge = MergeCallback.of(trainer)
-        if not self.enabled or trainer.fast_dev_run or merge is None or merge.merger is None:  # type: ignore[attr-defined]
+        if not self.enabled or trainer.fast_dev_run or merge is None:  # type: ignore[attr-defined]
+            return
+        merge.ready(trainer, pl_module)
+        if merge.merger is None:
             return
         try:
             require_output(merge.merger.plan, self._folder(trainer), template=_template(pl_module), dtype=self.dtype)

@@ -45,6 +45,8 @@ class StreamProgress(ProgressBar):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say what is coming."""
         merge = MergeCallback.of(trainer)
+        if merge is not None:
+            merge.ready(trainer, pl_module)
         if merge is not None and merge.merger is not None and self._enabled:
             merge.merger.progress = self._folding
         if merge is None or merge.live is not None:

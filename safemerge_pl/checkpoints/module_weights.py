@@ -3,14 +3,29 @@
 import sys
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
+from safemerge_pl.checkpoints.adapter_modules import plain_name
 from safemerge_pl.checkpoints.names import match_names
 from safemerge_pl.checkpoints.open import Source, open_checkpoint
 from safemerge_pl.checkpoints.tensors import Checkpoint
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["read_for_module"]
+__all__ = ["holds_exactly", "read_for_module"]
+
+
+def holds_exactly(module: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a module has these tensors and no others, by the names that they have without adapters around them.
+
+    Example:
+        >>> module = nn.Linear(1, 1, bias=False)
+        >>> weight = module.weight.detach()
+        >>> [holds_exactly(module, each) for each in ({"weight": weight}, {"weight": weight + 1}, {})]
+        [True, False, False]
+    """
+    found = {plain_name(name): tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+    return found.keys() == set(tensors) and all(torch.equal(found[name].cpu(), tensors[name]) for name in found)
 
 
 def read_for_module(module: nn.Module, tensors: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
@@ -25,7 +40,6 @@ def read_for_module(module: nn.Module, tensors: Mapping[str, Tensor], source: So
         CheckpointError: if the checkpoint lacks a tensor, or has it in another shape.
 
     Example:
-        >>> import torch
         >>> module = nn.Linear(2, 1, bias=False).half()
         >>> read_for_module(module, module.state_dict(), {"model.weight": torch.ones(1, 2)})
         {'weight': tensor([[1., 1.]], dtype=torch.float16)}
