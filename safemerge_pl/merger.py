@@ -29,7 +29,7 @@ from safemerge_pl.folding.store import DiskTensors
 from safemerge_pl.maths.response import bounded_scale
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
-from safemerge_pl.methods.saved import describe_method, rebuild_method, require_plain_settings, require_same_method
+from safemerge_pl.methods.saved import describe_method, rebuild_method, require_plain_settings, require_same_method, restore_method
 from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
 from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
@@ -388,7 +388,7 @@ class ContinualMerger:
             )
         reports = tuple(FoldReport.from_dict(report) for report in state["reports"])
         lines = tuple(self._ledger_line(report) for report in reports)
-        self.method.load_state_dict(state["method"]["state"])
+        restore_method(self.method, state["method"])
         before, self._now = self._now, _Position(merged, reports, lines)
         before.close()
 

@@ -1,6 +1,5 @@
 """Backbones: the model that is merged, with what it takes to score it (preprocessing, text side)."""
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,8 +10,17 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from safemerge_pl.checkpoints.open import CheckpointError, open_checkpoint
+from safemerge_pl.runtime.classes import build_stored, own_path, stored_class
 
-__all__ = ["Backbone", "backbone_spec", "build_backbone", "cache_key", "model_folder", "quiet_transformers"]
+__all__ = [
+    "Backbone",
+    "backbone_class",
+    "backbone_spec",
+    "build_backbone",
+    "cache_key",
+    "model_folder",
+    "quiet_transformers",
+]
 
 _ROOM = "safemerge_pl.backbones"
 _EARLIER = {
@@ -67,8 +75,15 @@ class Backbone(nn.Module, ABC):
         """Image features ``(N, D)`` in the space of :meth:`encode_text`, not normalised; or generated tokens."""
 
 
-def build_backbone(backbone: Backbone | Mapping[str, Any]) -> Backbone:
+def build_backbone(backbone: Backbone | Mapping[str, Any], source: str = "the description of a backbone") -> Backbone:
     """A backbone, or one built from its :meth:`Backbone.spec`, whatever version wrote that.
+
+    Args:
+        backbone: it may stand in a checkpoint of anybody's, so nothing that it names is imported.
+        source: where it stands, for messages.
+
+    Raises:
+        CheckpointError: if it describes no backbone, or one of a class that is not imported.
 
     Example:
         >>> build_backbone({"class_path": "safemerge_pl.backbones.CLIPBackbone", "init_args": {}}).pretrained
@@ -78,9 +93,23 @@ def build_backbone(backbone: Backbone | Mapping[str, Any]) -> Backbone:
     """
     if isinstance(backbone, Backbone):
         return backbone
-    module, _, name = _public_path(backbone["class_path"]).rpartition(".")
-    built: Backbone = getattr(importlib.import_module(module), name)(**backbone["init_args"])
-    return built
+    described = isinstance(backbone, Mapping)
+    kind = backbone_class(backbone.get("class_path") if described else backbone, source)
+    return build_stored(kind, backbone.get("init_args", {}), source)
+
+
+def backbone_class(path: object, source: str) -> type[Backbone]:
+    """The class of backbones that a stored path names, in any version's spelling.
+
+    Raises:
+        CheckpointError: if it is none that is imported.
+
+    Example:
+        >>> backbone_class("safemerge_pl.t5_backbone.T5Backbone", "a checkpoint").__name__
+        'T5Backbone'
+    """
+    remedy = "import the module of your own backbone first, or pass `backbone`"
+    return stored_class(path, Backbone, source, remedy=remedy, public=_public_path)  # type: ignore[type-abstract]
 
 
 def model_folder(pretrained: str, revision: str | None, kind: str) -> Path:
@@ -105,8 +134,7 @@ def model_folder(pretrained: str, revision: str | None, kind: str) -> Path:
 
 def backbone_spec(backbone: Backbone, **init_args: Any) -> dict[str, Any]:
     """What :meth:`Backbone.spec` returns for a class and its arguments: the public path, for files may move."""
-    kind = type(backbone)
-    return {"class_path": _public_path(f"{kind.__module__}.{kind.__qualname__}"), "init_args": init_args}
+    return {"class_path": _public_path(own_path(type(backbone))), "init_args": init_args}
 
 
 def cache_key(backbone: Backbone) -> dict[str, Any]:
