@@ -190,7 +190,7 @@ def test_metrics_that_are_not_there(make_trainer: Make) -> None:
     with pytest.raises(MisconfigurationException, match="`score` returned nothing for 'a'"):
         make_trainer(merge, max_epochs=6).fit(Classifier(), Tasks())
     merge = live(metric="val_acc")
-    with pytest.raises(MisconfigurationException, match="this run has no validation .*use `score`"):
+    with pytest.raises(MisconfigurationException, match=r"this run has no validation .*use `score`"):
         make_trainer(merge, max_epochs=6).fit(module := Classifier(), batches(0))
     assert not module.trainer.global_step
 
