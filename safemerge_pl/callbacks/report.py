@@ -108,7 +108,8 @@ class StreamReport(L.Callback):
         if bar is not None:
             from rich.console import Console
 
-            Console().print(reports.console_table(content))
+            # a log has no width of its own: no name is cut there
+            Console(width=None if sys.stdout.isatty() else 160).print(reports.console_table(content))
             bar.print(f"report, figures and TensorBoard events: {folder}")
 
     def _finish(self, trainer: L.Trainer, content: reports.Report) -> Path:
@@ -139,7 +140,7 @@ class StreamReport(L.Callback):
             "tasks": list(tasks),
             "controls": list(controls),
             "order_seed": seed,
-            "method": {"name": merge.method.label, "settings": {**merge.method.settings(), **_bound(merge)}},
+            "method": {"name": _name(merge), "settings": {**merge.method.settings(), **_bound(merge)}},
             "references": {} if references is None else references.rows,
             "compared": {} if comparison is None else comparison.rows,
             "steps": self.steps,
@@ -179,6 +180,11 @@ class StreamReport(L.Callback):
             if isinstance(logger, TensorBoardLogger):
                 logger.log_hyperparams(settings, scores)
                 logger.save()
+
+
+def _name(merge: MergeCallback) -> str:
+    """The method, and its bound where there is one."""
+    return ", ".join([merge.method.label, *(f"bound {bound:g}" for bound in _bound(merge).values())])
 
 
 def _bound(merge: MergeCallback) -> dict[str, float]:

@@ -37,9 +37,9 @@ def console_table(report: Report) -> "Table":
     count = len(report["steps"])
     table = Table(title=f"{report['method']['name']}: {count} of {len(report['tasks'])} tasks merged (accuracy in %)")
     rows = table_rows(report)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name, _ in rows:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for column in SCORES:
         table.add_row(column, *(_percent(row.get(column)) for _, row in rows), style="bold")
     for kind in ("tasks", "controls"):

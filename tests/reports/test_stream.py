@@ -141,15 +141,15 @@ def test_the_matrix_has_a_row_a_merge_and_a_column_a_set(report: dict[str, Any])
     assert (alone.get_xlabel(), len(alone.lines)) == ("merged tasks", 0)
 
 
-def test_the_stream_has_a_line_a_number_and_the_pretrained_level(report: dict[str, Any]) -> None:
-    axes = stream_figure(report).axes
-    assert len(axes) == 1
-    lines = {str(line.get_label()): line for line in axes[0].lines}
-    assert list(lines) == ["ACC", "Gen", "H", "Gen, pretrained"]
+def test_the_stream_has_a_line_a_number_and_the_pretrained_levels(report: dict[str, Any]) -> None:
+    above, below = stream_figure(report).axes
+    lines = {str(line.get_label()): line for line in above.lines}
+    assert list(lines) == ["ACC", "Gen", "H", "Gen, pretrained", "H, pretrained"]
     assert list(lines["ACC"].get_xdata()) == [1, 2]
     assert list(lines["ACC"].get_ydata()) == pytest.approx([90, 75])
     assert list(lines["Gen, pretrained"].get_ydata()) == pytest.approx([60, 60])
-    assert (axes[0].get_xlabel(), axes[0].get_ylabel()) == ("merged tasks", "%")
+    assert "BWT" in [line.get_label() for line in below.lines]
+    assert (below.get_xlabel(), above.get_ylabel()) == ("merged tasks", "%")
 
 
 @pytest.mark.parametrize("draw", [matrix_figure, stream_figure])
@@ -166,3 +166,24 @@ def test_figures_can_be_written_whatever_is_missing(
         report["steps"] = []
     draw(report).savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_other_methods_have_a_column_a_row_and_a_mark(report: dict[str, Any]) -> None:
+    report["compared"] = {"Task Arithmetic": row(0.25, 0.1, mnist=0.3, flags=0.2, probe=0.1)}
+    assert [name for name, _ in table_rows(report)][-1] == "Task Arithmetic"
+    assert "| **ACC** |" in markdown(report)
+    assert "Task Arithmetic |" in markdown(report).splitlines()[4]
+    axes = matrix_figure(report).axes[0]
+    assert axes.get_yticklabels()[-1].get_text() == "Task Arithmetic"
+    texts = [text.get_text() for text in stream_figure(report).axes[0].texts]
+    assert texts == ["H, Task Arithmetic"]
+
+
+def test_what_is_deployed_has_a_column_where_a_bound_holds(report: dict[str, Any]) -> None:
+    assert "deployed" not in markdown(report)
+    report["steps"][-1] |= {"response": 0.07, "scale": 0.5}
+    lines = markdown(report).splitlines()
+    head = next(line for line in lines if line.startswith("| # |"))
+    assert "| kept | deployed | fold s |" in head
+    last = next(line for line in lines if line.startswith(f"| {len(report['steps'])} |"))
+    assert "| 50.0 | 50.0 |" in last
