@@ -3,7 +3,6 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from safemerge_pl.architectures.embeddings import is_tied_candidate
@@ -14,6 +13,7 @@ from safemerge_pl.checkpoints.layouts import layer_index
 from safemerge_pl.checkpoints.names import match_names, names_alike
 from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["Adapter"]
 
@@ -197,7 +197,7 @@ class Adapter(View):
     def _base_note(self, base: Checkpoint) -> list[str]:
         """A sentence if the adapter names another base model than the one it is put on (G8)."""
         named = str(self.config.get("base_model_name_or_path") or "")
-        if not named or base.folder is None or Path(named).expanduser().absolute() == base.folder.absolute():
+        if not named or base.folder is None or local_path(named).absolute() == base.folder.absolute():
             return []
         revision, given = self.config.get("revision"), re.search(r"@([^@]+)$", base.source)
         if revision and given and revision != given[1]:

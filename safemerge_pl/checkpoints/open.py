@@ -19,6 +19,7 @@ from safemerge_pl.checkpoints.pickles import load_pickle, tensors_of
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS, read_config, refuse_folder, refuse_impostor, refuse_packed
 from safemerge_pl.checkpoints.tensors import Checkpoint, Memory, Safetensors, fingerprint
 from safemerge_pl.errors import CheckpointError
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["Checkpoint", "CheckpointError", "Source", "fingerprint", "match_names", "open_checkpoint", "weight_file"]
 
@@ -76,7 +77,7 @@ def _open(source: Source, revision: str | None) -> Checkpoint:
         return Memory(source.state_dict(), f"a {type(source).__name__} in memory")
     if isinstance(source, Mapping):
         return Memory(tensors_of(source, "a mapping in memory"), "a mapping in memory")
-    path = Path(source).expanduser()
+    path = local_path(source)
     if path.name in _ADAPTER_FILES and (path.parent / ADAPTER_CONFIG).exists():
         return _open_adapter(path.parent, str(source))
     if not path.exists():

@@ -11,6 +11,7 @@ from safemerge_pl.output.files import LEDGER_FILE
 from safemerge_pl.output.loaders import Loader
 from safemerge_pl.output.state import MergeState
 from safemerge_pl.runtime.environment import environment
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["model_card"]
 
@@ -83,7 +84,7 @@ def _bound(state: MergeState) -> list[str]:
 def _hub_id(source: str) -> str | None:
     """The base's name on the hub, without its revision."""
     found = re.fullmatch(r"([\w.-]+/[\w.-]+)(@[\w./-]+)?", source)
-    return found[1] if found and not Path(source).exists() else None
+    return found[1] if found and not local_path(source).exists() else None
 
 
 def _cell(text: str) -> str:
