@@ -23,6 +23,7 @@ from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
 from safemerge_pl.methods.saved import rebuild_method
 from safemerge_pl.output.saving import read_merge
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["LiveMerger", "Rest", "RestartFrom", "require_choices"]
 
@@ -326,7 +327,7 @@ class LiveMerger:
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
-        saved = read_merge(Path(folder))
+        saved = read_merge(local_path(folder))
         if options.get("max_response", "auto") == "auto":
             options["max_response"] = saved.values.get("max_response")
         merger = cls(module, method or rebuild_method(saved.values["method"]), pretrained=pretrained, **options)

@@ -42,6 +42,7 @@ from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.disk_cache import CachedTensors
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
 
@@ -108,7 +109,7 @@ class ContinualMerger:
         on_mismatch: Mismatch = "error",
         max_response: MaxResponse = "auto",
     ) -> None:
-        self.workspace = None if workspace is None else Path(workspace)
+        self.workspace = None if workspace is None else local_path(workspace)
         self.on_mismatch: Mismatch = on_mismatch
         self.method = SafeMerge() if method is None else method
         require_plain_settings(self.method)
@@ -298,7 +299,7 @@ class ContinualMerger:
             label=self.method.label,
             saved=self.saved,
         )
-        place = Path(folder)
+        place = local_path(folder)
         options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "copy_code": copy_code}
         written = save_merge(state, place, template=template, **options)
         if self.saved == place.resolve() and isinstance(self._now.merged, LazyTensors):
@@ -323,7 +324,7 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
-        saved = read_merge(Path(folder))
+        saved = read_merge(local_path(folder))
         if options.get("max_response", "auto") == "auto":
             options["max_response"] = saved.values.get("max_response")
         merger = cls(pretrained, method or rebuild_method(saved.values["method"]), **options)
@@ -339,17 +340,17 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
-        saved = read_merge(Path(folder))
+        saved = read_merge(local_path(folder))
         while True:
             try:
                 self.load_state_dict(saved.values, saved.masters())
                 self._now = replace(self._now, ledger=tuple(continue_ledger(saved.ledger(), self._now.ledger)))
                 break
             except CheckpointError:
-                earlier, saved = saved, read_merge(Path(folder))
+                earlier, saved = saved, read_merge(local_path(folder))
                 if saved.values["reports"] == earlier.values["reports"]:
                     raise  # otherwise it was replaced while it was read: read it again
-        self.saved = Path(folder).resolve()
+        self.saved = local_path(folder).resolve()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, as plain values: tasks and reports, method, hashes."""

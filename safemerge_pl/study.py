@@ -30,7 +30,7 @@ from safemerge_pl.functional import SCORES, summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.reports.study import StudyFigure, StudyResults, write_study
-from safemerge_pl.runtime.files import write_json
+from safemerge_pl.runtime.files import local_path, write_json
 from safemerge_pl.runtime.memory import PeakMemory
 from safemerge_pl.scoring.rows import measure_references, require_published
 from safemerge_pl.scoring.scorer import Scorer
@@ -139,7 +139,7 @@ class Study:
         self.backbone, self.streams, self.rows, self.experts = backbone, streams, rows, experts
         self.orders: list[int | None] = [None] if orders is None else orders
         self.figures, self.sets = figures or [], sets or []
-        self.folder, self.title, self.overhead = Path(folder), title, overhead
+        self.folder, self.title, self.overhead = local_path(folder), title, overhead
         if jobs < 1:
             raise MisconfigurationException(f"`jobs` must be at least 1, got {jobs}.")
         self.pretrained, self.individual, self.jobs = pretrained, individual, jobs
@@ -344,7 +344,7 @@ def _measure_in_worker(index: int, path: Path) -> None:
 
 
 def _stamp(source: Source) -> list[Any]:
-    path = Path(str(source))
+    path = local_path(str(source))
     files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.bin")) if path.is_dir() else [path]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
     return [str(source), stats]

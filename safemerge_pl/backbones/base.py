@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from safemerge_pl.checkpoints.open import CheckpointError, open_checkpoint
 from safemerge_pl.runtime.classes import build_stored, own_path, stored_class
+from safemerge_pl.runtime.files import local_path
 
 __all__ = [
     "Backbone",
@@ -123,7 +124,7 @@ def model_folder(pretrained: str, revision: str | None, kind: str) -> Path:
     Raises:
         CheckpointError: if it is neither.
     """
-    path = Path(pretrained).expanduser()
+    path = local_path(pretrained)
     if path.is_dir():
         return path
     found = open_checkpoint(pretrained, revision=revision).folder

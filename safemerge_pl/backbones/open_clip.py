@@ -14,6 +14,7 @@ from torch import Tensor
 
 from safemerge_pl.backbones.base import Backbone, backbone_spec
 from safemerge_pl.checkpoints.open import CheckpointError, fingerprint
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["OpenCLIPBackbone"]
 
@@ -51,7 +52,7 @@ class OpenCLIPBackbone(Backbone):
     def folder(self) -> Path:
         """See :class:`Backbone`; for a file or tag a temporary folder that links to the weights."""
         if self._place is None:
-            path = Path(self.pretrained).expanduser()
+            path = local_path(self.pretrained)
             if not path.is_dir():
                 path = Path(tempfile.mkdtemp(prefix="safemerge-open-clip-"))
                 weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
@@ -68,7 +69,7 @@ class OpenCLIPBackbone(Backbone):
         import open_clip
 
         folder = self.folder()
-        local = Path(self.pretrained).expanduser().is_dir()
+        local = local_path(self.pretrained).is_dir()
         try:
             model = open_clip.create_model(f"local-dir:{folder}", precision="fp32", require_pretrained=True)
             tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}" if local else self.model)
@@ -135,7 +136,7 @@ def _fill(folder: Path, model: str, pretrained: str) -> None:
     config = open_clip.get_model_config(model)
     if config is None:
         raise CheckpointError(f"open_clip has no model '{model}'; `open_clip.list_models()` names them.")
-    file = Path(pretrained).expanduser()
+    file = local_path(pretrained)
     tag = {} if file.is_file() else get_pretrained_cfg(model, pretrained)
     if not file.is_file():
         file = _fetch(model, pretrained, tag)

@@ -1,7 +1,6 @@
 """Merging inside a training loop: when tasks end, what is folded, and which weights the module holds when."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -27,6 +26,7 @@ from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.live import LiveMerger, require_choices
 from safemerge_pl.merger import FoldReport
 from safemerge_pl.output.folders import check_output
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["Live"]
 
@@ -98,7 +98,7 @@ class Live:
         refuse_untrained(pl_module)
         check_plan(trainer, self.options, self.tasks_left(trainer), self.epochs)
         if "output" in self.options and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            check_output(Path(self.options["output"]))
+            check_output(local_path(self.options["output"]))
         if self.merger is None and "pretrained" not in self.options and not known:
             require_untrained(trainer, pl_module)
 

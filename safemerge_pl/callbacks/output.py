@@ -12,6 +12,7 @@ from safemerge_pl.output.folders import check_output
 from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["MergedModelWriter"]
 
@@ -78,7 +79,7 @@ class MergedModelWriter(L.Callback):
 
     def _folder(self, trainer: L.Trainer) -> Path:
         base = run_folder(trainer)
-        return Path(self.folder) if self.folder else base / "merged"
+        return local_path(self.folder) if self.folder else base / "merged"
 
 
 def _template(pl_module: L.LightningModule) -> Path | None:

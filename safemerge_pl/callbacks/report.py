@@ -19,7 +19,7 @@ from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.reports import stream as reports
 from safemerge_pl.runtime.configs import config_folder
 from safemerge_pl.runtime.environment import environment
-from safemerge_pl.runtime.files import write_figure, write_json, write_text
+from safemerge_pl.runtime.files import local_path, write_figure, write_json, write_text
 from safemerge_pl.runtime.memory import peak_memory_mib
 
 __all__ = ["StreamReport", "run_folder"]
@@ -203,5 +203,5 @@ def run_folder(trainer: L.Trainer, folder: str | None = None) -> Path:
     """Where a run's files go: a given folder, the logger's, or one below the trainer's root. Call it on all ranks."""
     logged = trainer.log_dir  # a collective call: all processes agree on rank 0's answer
     if folder is not None:
-        return Path(folder)
+        return local_path(folder)
     return Path(logged) if trainer.loggers and logged else Path(trainer.default_root_dir) / "safemerge"

@@ -4,13 +4,13 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from safemerge_pl.checkpoints.adapter_config import ADAPTER_CONFIG, REMEDY, value_by_pattern
 from safemerge_pl.checkpoints.adapter_types import ADAPTER_TYPES, MAGNITUDE, FactorKind
 from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["Adapter", "Factors"]
 
@@ -90,7 +90,7 @@ class Adapter(View):
     def base_notes(self, base: Checkpoint) -> list[str]:
         """A sentence if the adapter names another base model than the one it is put on: its update may mean nothing."""
         named = str(self.config.get("base_model_name_or_path") or "")
-        if not named or base.folder is None or Path(named).expanduser().absolute() == base.folder.absolute():
+        if not named or base.folder is None or local_path(named).absolute() == base.folder.absolute():
             return []
         revision, given = self.config.get("revision"), re.search(r"@([^@]+)$", base.source)
         if revision and given and revision != given[1]:

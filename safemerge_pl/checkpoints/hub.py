@@ -6,10 +6,14 @@ from pathlib import Path
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["download"]
+__all__ = ["HEAD_FILES", "download"]
 
 _HUB_ID = re.compile(r"(?P<name>(?!\.)[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
-_SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+_SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.model.v[0-9]*", "*.tiktoken", "*.metadata"]
+HEAD_FILES = ("*_linear.pt", "model_head.*")
+"""Small weights beside those of a model: the heads of BGE-M3 and SetFit."""
+_LAYERS = "[0-9]_*/*.bin"
+"""Weights in the sub-folders of sentence-transformers."""
 
 
 def download(source: str, revision: str | None = None) -> Path:
@@ -33,7 +37,7 @@ def download(source: str, revision: str | None = None) -> Path:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
 
     def fetch(weights: str) -> Path:
-        patterns = [*_SIDE_FILES, weights]
+        patterns = [*_SIDE_FILES, *HEAD_FILES, _LAYERS, weights]
         revised = revision or found["revision"]
         return Path(snapshot_download(found["name"], revision=revised, allow_patterns=patterns))
 

@@ -20,8 +20,9 @@ from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS, read_config, refus
 from safemerge_pl.checkpoints.safetensors_files import Safetensors
 from safemerge_pl.checkpoints.tensors import Checkpoint, Memory, fingerprint
 from safemerge_pl.errors import CheckpointError
+from safemerge_pl.runtime.files import local_path
 
-__all__ = ["Checkpoint", "CheckpointError", "Source", "fingerprint", "match_names", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "Source", "fingerprint", "match_names", "open_checkpoint", "weight_file"]
 
 Source = Mapping[str, Tensor] | nn.Module | str | Path
 """What a model can be given as: tensors by name, a module, or a file, folder or hub id."""
@@ -33,6 +34,12 @@ _WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
     "open_clip_pytorch_model.bin",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.bin",
+    "consolidated.safetensors.index.json",
+    "consolidated.safetensors",
 )
 """Looked for in a folder in this order: safetensors are preferred to pickles."""
 
@@ -71,7 +78,7 @@ def _open(source: Source, revision: str | None) -> Checkpoint:
         return Memory(source.state_dict(), f"a {type(source).__name__} in memory")
     if isinstance(source, Mapping):
         return Memory(tensors_of(source, "a mapping in memory"), "a mapping in memory")
-    path = Path(source).expanduser()
+    path = local_path(source)
     if path.name in _ADAPTER_FILES and (path.parent / ADAPTER_CONFIG).exists():
         return _open_adapter(path.parent, str(source))
     if not path.exists():
@@ -79,24 +86,35 @@ def _open(source: Source, revision: str | None) -> Checkpoint:
     return _open_folder(path, str(source)) if path.is_dir() else _open_file(path, str(source), None)
 
 
+def weight_file(folder: Path) -> Path | None:
+    """The file of a model folder that its weights are read from, or their index; ``None`` if there is none.
+
+    Where none has a name that a library gives, a single safetensors file of any name is read.
+    """
+    found = _weight_files(folder) or sorted(file.name for file in folder.glob("*.safetensors"))
+    return folder / found[0] if found and (found[0] in _WEIGHT_FILES or len(found) == 1) else None
+
+
+def _weight_files(folder: Path) -> list[str]:
+    return [name for name in _WEIGHT_FILES if (folder / name).exists() or (folder / name).is_symlink()]
+
+
 def _open_folder(folder: Path, source: str) -> Checkpoint:
-    found = [name for name in _WEIGHT_FILES if (folder / name).exists() or (folder / name).is_symlink()]
+    found = _weight_files(folder)
     if (folder / ADAPTER_CONFIG).exists():
         if found:
             raise CheckpointError(
                 f"{folder} holds a model ({found[0]}) and an adapter; give a folder with one of them."
             )
         return _open_adapter(folder, source)
-    if found:
-        opened = _open_file(folder / found[0], source, folder)
-        if found[1:]:
-            opened.notes += (f"{folder} holds {found[0]}, which is read, and {' and '.join(found[1:])}, which is not",)
-        return opened
-    loose = sorted(file.name for file in folder.glob("*.safetensors"))
-    if len(loose) == 1:
-        return _open_file(folder / loose[0], source, folder)
-    refuse_folder(folder)
-    raise CheckpointError(f"{folder} holds no weights: expected one of {', '.join(_WEIGHT_FILES)}.")
+    read = weight_file(folder)
+    if read is None:
+        refuse_folder(folder)
+        raise CheckpointError(f"{folder} holds no weights: expected one of {', '.join(_WEIGHT_FILES)}.")
+    opened = _open_file(read, source, folder)
+    if found[1:]:
+        opened.notes += (f"{folder} holds {found[0]}, which is read, and {' and '.join(found[1:])}, which is not",)
+    return opened
 
 
 def _open_adapter(folder: Path, source: str) -> Adapter:

@@ -24,6 +24,7 @@ from safemerge_pl.output.locks import output_lock
 from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
+from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.progress import FoldProgress
 
 __all__ = ["fold_once", "run"]
@@ -82,8 +83,8 @@ def fold_once(
     parse_size(max_shard_size)
     options: dict[str, Any] = {"layers": layers, "device": device, "on_mismatch": on_mismatch}
     options["max_response"] = max_response
-    check_output(Path(output), _inputs(pretrained, sources, merged, output))
-    place = Path(output).resolve()
+    check_output(local_path(output), _inputs(pretrained, sources, merged, output))
+    place = local_path(output).resolve()
     with output_lock(place), _open_base(pretrained, place, low_memory) as (base, workspace):
         # the lock holds from reading yesterday's merge to writing today's
         if workspace is not None:
@@ -97,7 +98,7 @@ def fold_once(
             merger = ContinualMerger(base, method, **options)
         else:
             merger = ContinualMerger.load(merged, base, method=method, **options)
-        require_output(merger.plan, Path(output), dtype=dtype, max_shard_size=max_shard_size)
+        require_output(merger.plan, local_path(output), dtype=dtype, max_shard_size=max_shard_size)
         checkpoints = [_check(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
         merger.progress = progress
         for checkpoint, name in zip(checkpoints, tasks, strict=True):
@@ -150,7 +151,7 @@ def _name(source: str) -> str:
         >>> _name("models/vit-b.16"), _name("models/mnist.safetensors"), _name("owner/flags@main")
         ('vit-b.16', 'mnist', 'flags')
     """
-    path = Path(source)
+    path = local_path(source)
     if path.suffix in WEIGHT_ENDINGS and not path.is_dir():
         return path.stem
     name = path.name if path.name.strip(".") else path.resolve().name
@@ -159,9 +160,9 @@ def _name(source: str) -> str:
 
 def _inputs(pretrained: str, sources: Sequence[str], merged: str | None, output: str) -> tuple[Path, ...]:
     """Local places that the output must not touch; yesterday's merge may be replaced by today's."""
-    places = [Path(source) for source in (pretrained, *sources)]
-    if merged is not None and Path(merged).resolve() != Path(output).resolve():
-        places.append(Path(merged))
+    places = [local_path(source) for source in (pretrained, *sources)]
+    if merged is not None and local_path(merged).resolve() != local_path(output).resolve():
+        places.append(local_path(merged))
     return tuple(place for place in places if place.exists())
 
 

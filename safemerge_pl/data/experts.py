@@ -7,6 +7,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.checkpoints.open import Source
+from safemerge_pl.runtime.files import local_path
 from safemerge_pl.zoo import FILES
 
 __all__ = ["Experts", "find_experts"]
@@ -52,7 +53,7 @@ def _candidate(place: str, task: str) -> Path | str:
     if place == "zoo":
         return FILES / "experts" / task
     if "{task}" in place:
-        path = Path(place.replace("{task}", task)).expanduser()
+        path = local_path(place.replace("{task}", task))
         looks_local = path.exists() or path.is_absolute() or place.startswith((".", "~")) or place.count("/") != 1
         return path if looks_local or path.parent.exists() else place.replace("{task}", task)
-    return Path(place).expanduser() / task
+    return local_path(place) / task

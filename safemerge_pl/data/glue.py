@@ -10,6 +10,7 @@ from typing import Any
 
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.data.texts import TextSet
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["GLUEData"]
 
@@ -83,7 +84,7 @@ class GLUEData(StreamDataModule):
             ValueError: if it is not there, or is not GLUE's: one sentence with every difference.
         """
         about = _about()["sets"][name]
-        place = (self._downloaded(name, about["split"]) if self.folder is None else Path(self.folder)) / name
+        place = (self._downloaded(name, about["split"]) if self.folder is None else local_path(self.folder)) / name
         rows = _read(place, about["split"])
         if self.max_rows is not None:
             rows = rows.select(range(min(self.max_rows, len(rows))))

@@ -13,6 +13,7 @@ from typing import Any
 
 from safemerge_pl.data.image_checks import NAMES_FILE, check_rows
 from safemerge_pl.data.image_sets import SetSpec
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["choose_files", "open_rows"]
 
@@ -86,7 +87,7 @@ def _require_all_shards(files: Sequence[str]) -> None:
 
 
 def _in_folder(spec: SetSpec, folder: str) -> list[Path]:
-    root = Path(folder).expanduser() / spec.name
+    root = local_path(folder) / spec.name
     if not root.is_dir():
         raise ValueError(f"set '{spec.name}': {root} does not exist; {_offline(spec)}")
     return _files_under(root, spec)
@@ -111,7 +112,7 @@ def _from_hub(spec: SetSpec, cache_dir: str | None) -> list[Path]:
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 
-    kept = None if cache_dir is None else str(Path(cache_dir).expanduser() / "hub")
+    kept = None if cache_dir is None else str(local_path(cache_dir) / "hub")
     online = not constants.HF_HUB_OFFLINE and _hub_answers(constants.ENDPOINT)
     reason = "" if online else "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub does not answer"
     for revision in (None, "refs/convert/parquet"):  # the hub converts what was uploaded as scripts or loose images
@@ -171,7 +172,7 @@ def _read(files: Sequence[Path], spec: SetSpec, cache_dir: str | None) -> Any:
         features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
         return datasets.Dataset.from_dict({"image": [str(file) for file in files], "label": labels}, features=features)
     builder = "parquet" if files[0].suffix == ".parquet" else "webdataset"
-    prepared = None if cache_dir is None else str(Path(cache_dir).expanduser() / "prepared")
+    prepared = None if cache_dir is None else str(local_path(cache_dir) / "prepared")
     try:
         with _bars_on_terminals_only():
             return datasets.load_dataset(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safemerge_pl.runtime.files import local_path
+
 __all__ = ["CONTROLS", "TASKS", "SetSpec", "find_spec", "find_templates", "stream_of"]
 
 TASKS = (
@@ -99,7 +101,7 @@ def find_spec(name: str, folder: str | Path | None = None) -> SetSpec:
         >>> find_spec("eurosat").classes[-1], len(find_spec("imagenet-r").classes)
         ('lake or sea', 200)
     """
-    places = [FOLDER] if folder is None else [Path(folder).expanduser(), FOLDER]
+    places = [FOLDER] if folder is None else [local_path(folder), FOLDER]
     for place in places:
         if (place / f"{name}.yaml").is_file():
             return SetSpec.read(place / f"{name}.yaml")

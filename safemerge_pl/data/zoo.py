@@ -1,9 +1,8 @@
 """The embedded zoo's image sets as a stream."""
 
-from pathlib import Path
-
 from safemerge_pl.data.images import ImageSet
 from safemerge_pl.data.module import StreamDataModule
+from safemerge_pl.runtime.files import local_path
 from safemerge_pl.zoo import Zoo
 
 __all__ = ["ZooData"]
@@ -32,7 +31,7 @@ class ZooData(StreamDataModule):
         batch_size: int = 128,
         extra_zoo: str | None = None,
     ) -> None:
-        self.zoo = Zoo(None if extra_zoo is None else Path(extra_zoo))
+        self.zoo = Zoo(None if extra_zoo is None else local_path(extra_zoo))
         names = self.zoo.tasks(tasks) if tasks is None or isinstance(tasks, int) else tasks
         probes = self.zoo.controls if controls is None else controls
         for name in (*names, *probes):

@@ -10,6 +10,7 @@ from typing import Any
 from safemerge_pl.checkpoints.open import Checkpoint
 from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.output.files import LEDGER_FILE
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["continue_ledger", "ledger_line", "provenance", "read_ledger"]
 
@@ -42,7 +43,7 @@ def provenance(checkpoint: Checkpoint) -> dict[str, str | None]:
     """Where a model lay (resolved), its commit if it came from the hub, the time, and this package's version."""
     from safemerge_pl.version import __version__
 
-    place = checkpoint.folder or Path(checkpoint.source)
+    place = checkpoint.folder or local_path(checkpoint.source)
     known = checkpoint.folder is not None or place.exists()
     return {
         "path": str(place.resolve()) if known else None,

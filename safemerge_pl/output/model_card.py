@@ -8,18 +8,15 @@ from pathlib import Path
 
 from safemerge_pl.checkpoints.open import Checkpoint
 from safemerge_pl.output.files import LEDGER_FILE
+from safemerge_pl.output.loaders import Loader
 from safemerge_pl.output.state import MergeState
 from safemerge_pl.runtime.environment import environment
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["model_card"]
 
-_USE = {
-    "transformers": "`AutoModel.from_pretrained(folder)` (or the model's own class) loads it.",
-    "open_clip": "`open_clip.create_model_and_transforms('local-dir:' + folder)` loads it.",
-}
 
-
-def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[str]) -> str:
+def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[str], loader: Loader) -> str:
     """The model card, with the front matter that the hub reads.
 
     ``base_model`` is given where the base came from the hub; a local path means nothing to other readers.
@@ -29,13 +26,13 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
         base: the model whose files complete the output.
         dtype: of the stored weights.
         notes: what the output lacks.
+        loader: how the output is loaded.
     """
     from huggingface_hub import ModelCardData
 
-    library = _library(base.folder)
     front = ModelCardData(
         base_model=_hub_id(base.source),
-        library_name=library,
+        library_name=loader.library,
         tags=["merge", "continual-learning", "safemerge_pl"],
     )
     settings = state.values["method"]["init_args"]
@@ -53,7 +50,7 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
         "",
         f"`{base.source}` with {len(rows)} fine-tuned model{'' if len(rows) == 1 else 's'} merged into it, one after "
         f"another and without data, by safemerge_pl with {state.label}. Weights are stored "
-        f"{'in the dtype of the base' if dtype == 'same' else f'as {dtype}'}. {_USE.get(library or '', '')}",
+        f"{'in the dtype of the base' if dtype == 'same' else f'as {dtype}'}. {loader.use}",
         "",
         "Float32 masters and the state to continue from lie beside: `ContinualMerger.load(folder, pretrained)`, or "
         f"`safemerge fold --merged folder`. `{LEDGER_FILE}` has one line per fold.",
@@ -84,19 +81,10 @@ def _bound(state: MergeState) -> list[str]:
     ]
 
 
-def _library(folder: Path | None) -> str | None:
-    """Name of the library whose configuration the base has."""
-    if folder is None:
-        return None
-    if (folder / "config.json").exists():
-        return "transformers"
-    return "open_clip" if (folder / "open_clip_config.json").exists() else None
-
-
 def _hub_id(source: str) -> str | None:
     """The base's name on the hub, without its revision."""
     found = re.fullmatch(r"([\w.-]+/[\w.-]+)(@[\w./-]+)?", source)
-    return found[1] if found and not Path(source).exists() else None
+    return found[1] if found and not local_path(source).exists() else None
 
 
 def _cell(text: str) -> str:

@@ -16,8 +16,9 @@ from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, m
 from safemerge_pl.checkpoints.tensors import View, tied_names
 from safemerge_pl.checkpoints.values import require_values
 from safemerge_pl.folding.selection import MergePlan
-from safemerge_pl.output.files import CARD_FILE, LEDGER_FILE, MASTER_FILE, OPEN_CLIP_STEM, STATE_FILE, WEIGHTS_STEM
+from safemerge_pl.output.files import CARD_FILE, LEDGER_FILE, MASTER_FILE, STATE_FILE
 from safemerge_pl.output.folders import check_output, recover_output, require_space, staged_folder
+from safemerge_pl.output.loaders import find_loader
 from safemerge_pl.output.model_card import model_card
 from safemerge_pl.output.side_files import OutputDtype, copy_side_files, output_notes, side_files
 from safemerge_pl.output.state import MergeState, SavedMerge, read_state
@@ -63,15 +64,17 @@ def save_merge(
         require_values(tensor, name, base.source)
         return tensor
 
-    notes = output_notes(base, code=copy_code)
+    notes, loader = output_notes(base, code=copy_code), find_loader(base, code=copy_code)
     with staged_folder(folder) as staging:
         _require_unchanged(state, folder)
-        stem, most = (WEIGHTS_STEM, max_shard_size) if _shards(base) else (OPEN_CLIP_STEM, sys.maxsize)
-        write_weights(staging, stem, _specs(base, dtype), read, most)
+        most = max_shard_size if loader.shards else sys.maxsize
+        write_weights(staging, loader.stem, _specs(base, dtype), read, most)
         write_weights(staging, Path(MASTER_FILE).stem, _masters(plan), state.masters.__getitem__, max_shard_size)
         if base.folder is not None:
             copy_side_files(base.folder, staging, dtype, code=copy_code)
-        (staging / CARD_FILE).write_text(model_card(state, base, dtype, notes), encoding="utf-8")
+        card = model_card(state, base, dtype, notes, loader)
+        # a path of bytes that are no text must not stop the merge of what lies there
+        (staging / CARD_FILE).write_text(card, encoding="utf-8", errors="backslashreplace")
         (staging / LEDGER_FILE).write_text("".join(line + "\n" for line in state.ledger), encoding="utf-8")
         text = json.dumps(state.values, indent=1, allow_nan=False)
         (staging / STATE_FILE).write_text(text, encoding="utf-8")  # last: its presence says that all is there
@@ -192,8 +195,3 @@ def _require_unchanged(state: MergeState, folder: Path) -> None:
             f"the output {folder} was continued by another process since it was read here; load it again and fold "
             "into that, or name another folder."
         )
-
-
-def _shards(base: Checkpoint) -> bool:
-    """Whether the library that loads the output reads shards; open_clip does not."""
-    return base.folder is None or (base.folder / "config.json").exists() or not any(base.folder.glob("open_clip_*"))

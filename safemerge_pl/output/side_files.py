@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError
-from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
-from safemerge_pl.output.files import CARD_FILE, LEDGER_FILE, STATE_FILE
+from safemerge_pl.output.base_folder import BaseFiles, sort_files
 
 __all__ = ["OutputDtype", "copy_side_files", "output_notes", "side_files"]
 
 OutputDtype = Literal["same", "float32", "bfloat16", "float16"]
-_WEIGHTS = (*WEIGHT_ENDINGS, ".pkl", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf")
-_TEXT = (".json", ".txt", ".jinja", ".model", ".md")
-_OURS = (STATE_FILE, LEDGER_FILE, CARD_FILE)
-_MOST = 64 * 2**20
 _STALE = ("quantization_config", "compression_config", "_name_or_path", "_commit_hash")
 """What a configuration says of weights that are not those of the output."""
 
@@ -26,23 +21,14 @@ _STALE = ("quantization_config", "compression_config", "_name_or_path", "_commit
 def side_files(folder: Path, *, code: bool = False) -> list[Path]:
     """Paths below a model's folder that belong into an output, relative to it.
 
-    These are its own files but weights, indexes, code and what an earlier merge wrote, and its sub-folders of nothing
-    but small text and vocabulary files (``additional_chat_templates``, ``1_Pooling``).
+    These are its own files but its weights, the same weights in another form, code, what its training left, and what an
+    earlier merge wrote; and its sub-folders that the model is made of (``2_Dense``, ``additional_chat_templates``).
 
     Raises:
         CheckpointError: if a file is a link to nowhere.
     """
-    found = []
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            found += _texts(path) or []
-        elif path.is_symlink() and not path.exists():
-            raise CheckpointError(f"{path} is a link to a file that is gone; fetch it again.")
-        elif path.suffix == ".py":
-            found += [path] if code else []
-        elif path.is_file() and path.name not in _OURS and not path.name.endswith((*_WEIGHTS, ".index.json")):
-            found.append(path)
-    return [path.relative_to(folder) for path in found]
+    files = sort_files(folder)
+    return sorted([*files.copied, *files.code] if code else files.copied)
 
 
 def copy_side_files(base: Path, staging: Path, dtype: OutputDtype, *, code: bool = False) -> None:
@@ -81,7 +67,8 @@ def output_notes(base: Checkpoint, *, code: bool = False) -> list[str]:
 def _folder_notes(folder: Path, code: bool) -> Iterator[str]:
     if not (folder / "config.json").exists() and not (folder / "open_clip_config.json").exists():
         yield f"{folder} holds no config.json, so the output has none either: most libraries need one"
-    scripts = sorted(path.name for path in folder.glob("*.py"))
+    files = sort_files(folder)
+    scripts = [path.as_posix() for path in files.code]
     if scripts and not code:
         yield (
             f"the model's own code ({', '.join(scripts)}) was not copied, nor the references to it; ask for it with "
@@ -89,21 +76,27 @@ def _folder_notes(folder: Path, code: bool) -> Iterator[str]:
         )
     if (folder / "config.json").exists() and "quantization_config" in (_settings(folder / "config.json") or {}):
         yield "`quantization_config` was left out of config.json: the weights are plain floating-point numbers"
-    left = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and _texts(path) is None]
-    left = [name for name in left if not name.startswith((".", "__"))]
-    if left:
-        yield f"the sub-folders {', '.join(left)} of {folder} were not copied: they hold more than small text files"
+    yield from _left_out(folder, files)
     problem = _generation_problem(folder)
     if problem:
         yield f"generation_config.json was copied as it is, but transformers would refuse to save it: {problem}"
 
 
-def _texts(folder: Path) -> list[Path] | None:
-    """The files of a sub-folder of nothing but small text and vocabulary files; ``None`` for any other."""
-    files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
-    texts = all(path.is_file() and path.name.endswith(_TEXT) for path in files)
-    hidden = folder.name.startswith(".")
-    return None if hidden or not texts or sum(path.stat().st_size for path in files) > _MOST else files
+def _left_out(folder: Path, files: BaseFiles) -> Iterator[str]:
+    """What was copied although it holds weights, and what was not copied."""
+    if files.heads:
+        names = ", ".join(path.as_posix() for path in files.heads)
+        pickles = "; a pickle among them can run code when its library loads it" if files.pickles else ""
+        yield f"copied as they are, for a merge does not change them: the further weights {names}{pickles}"
+    if files.forms:
+        yield f"not copied, since they hold the unmerged weights in another form: {', '.join(files.forms)}"
+    if files.training:
+        yield f"not copied, since they tell of the training of {folder}: {', '.join(files.training)}"
+    if files.folders:
+        yield (
+            f"the sub-folders {', '.join(files.folders)} of {folder} were not copied: they hold data, records of a "
+            "training, or weights in another form"
+        )
 
 
 def _settings(path: Path) -> dict[str, Any] | None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from safemerge_pl.runtime.files import local_path
+
 __all__ = ["config_folder", "resolve_configs"]
 
 _PACKAGE = Path(__file__).parent.parent
@@ -42,5 +44,8 @@ def resolve_configs(argv: Sequence[str]) -> list[str]:
 
 
 def _find_config(name: str) -> str:
+    local = local_path(name)
+    if local.exists():
+        return str(local)
     packaged = config_folder() / name
-    return str(packaged) if not Path(name).exists() and packaged.is_file() else name
+    return str(packaged) if packaged.is_file() else name

@@ -14,7 +14,7 @@ import platformdirs
 import torch
 from torch import Tensor
 
-from safemerge_pl.runtime.files import write_bytes
+from safemerge_pl.runtime.files import local_path, write_bytes
 
 __all__ = ["CachedTensors", "cache_file", "cache_folder", "load_tensor", "save_tensor"]
 
@@ -30,9 +30,9 @@ def cache_folder() -> Path | None:
     """
     place = os.environ.get("SAFEMERGE_CACHE")
     if place is not None:
-        return Path(place).expanduser() if place else None
+        return local_path(place) if place else None
     home = os.environ.get("XDG_CACHE_HOME")  # read on every system, and also where it is not absolute
-    return Path(home).expanduser() / _NAME if home else platformdirs.user_cache_path(_NAME, appauthor=False)
+    return local_path(home) / _NAME if home else platformdirs.user_cache_path(_NAME, appauthor=False)
 
 
 def cache_file(kind: str, inputs: object, ending: str = "safetensors") -> Path | None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["write_bytes", "write_figure", "write_json", "write_text"]
+__all__ = ["local_path", "write_bytes", "write_figure", "write_json", "write_text"]
 
 
 class Figure(Protocol):
@@ -14,6 +14,27 @@ class Figure(Protocol):
 
     def savefig(self, fname: Any, /, *, format: str, dpi: int) -> object:
         """Draw the figure into an open file."""
+
+
+def local_path(path: str | Path) -> Path:
+    """A path with ``~`` and ``~user`` in front replaced by the home folder, whoever left them there.
+
+    A shell does that in ``--output ~/merged``, but not in ``--output=~/merged``, in quotes or in a configuration.
+
+    Raises:
+        ValueError: if there is no such user, unless something with this very name exists.
+
+    Example:
+        >>> local_path("~/merged") == Path.home() / "merged", local_path("owner/name").as_posix()
+        (True, 'owner/name')
+    """
+    given = Path(path)
+    if not str(path).startswith("~") or (given.parts[0] != "~" and Path(given.parts[0]).exists()):
+        return given
+    try:
+        return given.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {given.parts[0]} names no home folder; write the path out.") from error
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -30,7 +30,7 @@ class Zoo:
     @cached_property
     def index(self) -> dict[str, Any]:
         """Content of ``zoo.json``, of the extra folder where there is one."""
-        path = FILES / "zoo.json" if self.extra is None else Path(self.extra) / "zoo.json"
+        path = FILES / "zoo.json" if self.extra is None else Path(self.extra).expanduser() / "zoo.json"
         if not path.exists():
             raise ValueError(f"`extra_zoo` {self.extra} holds no zoo.json; give a folder in the zoo's layout.")
         content: dict[str, Any] = json.loads(path.read_text())
@@ -81,7 +81,7 @@ class Zoo:
         self.describe(name)
         places = [FILES / kind / f"{name}{suffix}"]
         if self.extra is not None:
-            places.append(Path(self.extra) / kind / f"{name}{suffix}")
+            places.append(Path(self.extra).expanduser() / kind / f"{name}{suffix}")
         for place in places:
             if place.exists():
                 return place
