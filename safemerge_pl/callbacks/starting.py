@@ -40,7 +40,7 @@ class StartingWeights:
         self.stop()
         if not self.known(pl_module):
             self._of, self._kept = None, {}
-            self._hook = pl_module.register_load_state_dict_pre_hook(self._keep)
+            self._hook = pl_module.register_load_state_dict_pre_hook(self._keep)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Keep nothing more; what was read with no checkpoint is forgotten."""
@@ -72,8 +72,8 @@ class StartingWeights:
         with swapped_weights(self.part.target(pl_module), kept):
             yield
 
-    def _keep(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        if prefix or not isinstance(module, L.LightningModule):
+    def _keep(self, module: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        if prefix:
             return
         try:
             target = self.part.target(module)
