@@ -55,6 +55,14 @@ class MergeTrainerCallback(TrainerCallback):  # type: ignore[misc]  # transforme
                 f"this training resumes at step {state.global_step}, but the merge would begin its task anew; fold the "
                 "finished model with `ContinualMerger.fold` instead."
             )
+        model = kwargs.get("model")
+        mine = {id(parameter) for parameter in self.merger.module.parameters()}
+        if model is not None and mine.isdisjoint(map(id, model.parameters())):
+            raise ValueError(
+                f"the Trainer trains a {type(model).__name__} that the merger's {type(self.merger.module).__name__} is "
+                "no part of (`model_init` makes a new one each time); give the Trainer the model that the merger was "
+                "made from."
+            )
         self.merger.device = args.device
         self.merger.restart()
 

@@ -90,3 +90,36 @@ def test_a_resumed_training_is_refused(tmp_path: Path) -> None:
     merge = MergeTrainerCallback(LiveMerger(classifier().vision_model, tiny.fast_method()))
     with pytest.raises(ValueError, match="resumes at step 2"):
         trainer(model, tmp_path, 0, merge).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_trainer_that_makes_its_own_model(tmp_path: Path) -> None:
+    """What it trains is then another model than the one that would be folded, unchanged."""
+    from transformers import Trainer, TrainingArguments
+
+    from safemerge_pl.hf_trainer import MergeTrainerCallback
+
+    model = classifier()
+    merge = MergeTrainerCallback(LiveMerger(model.vision_model, tiny.fast_method()))
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, save_strategy="no")
+    own = Trainer(model_init=classifier, args=arguments, train_dataset=Images(0), callbacks=[merge])
+    with pytest.raises(ValueError, match=r"is no part of .`model_init` makes a new one each time"):
+        own.train()
+    assert merge.merger.tasks == []
+
+
+def test_pruned_while_it_was_trained(tmp_path: Path) -> None:
+    from torch.nn.utils import prune
+    from transformers import TrainerCallback
+
+    from safemerge_pl.hf_trainer import MergeTrainerCallback
+
+    class Prunes(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                prune.l1_unstructured(kwargs["model"].vision_model.encoder.layers[0].mlp.fc1, "weight", 0.5)
+
+    model = classifier()
+    merge = MergeTrainerCallback(LiveMerger(model.vision_model, tiny.fast_method()))
+    with pytest.raises(ValueError, match=r"fc1\.weight` is pruned .* since the merge began"):
+        trainer(model, tmp_path, 0, Prunes(), merge).train()
+    assert merge.merger.tasks == []

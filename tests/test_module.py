@@ -83,3 +83,75 @@ def test_broken_weights_stop_the_evaluation(module: ContinualMergeModule, small_
         module.backbone.vision_model.post_layernorm.weight.fill_(torch.nan)  # type: ignore[union-attr]
     with pytest.raises(FloatingPointError, match="logits on 'font_category' hold NaN"):
         make_trainer().validate(module, small_data(), verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
+@pytest.mark.parametrize(
+    ("limits", "counted"),
+    [
+        ({"limit_val_batches": 1}, 16),
+        ({"limit_val_batches": 2}, 32),
+        ({"limit_val_batches": 0.5}, 16),
+        ({"limit_val_batches": 1.0}, 40),
+        ({"overfit_batches": 1}, 16),
+        ({"fast_dev_run": 1}, 16),
+    ],
+    ids=str,
+)
+def test_a_limit_counts_batches_or_is_a_share(
+    limits: dict[str, Any],
+    counted: int,
+    module: ContinualMergeModule,
+    small_data: Make,
+    make_trainer: Make,
+    merge_callback: Make,
+) -> None:
+    """The number 1 is one batch, and 1.0 is all of them."""
+    trainer, seen = make_trainer(merge_callback(), max_epochs=1, **limits), []
+    original = ContinualMergeModule.validation_step
+
+    def counts(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        seen.append((dataloader_idx, len(batch[1])))
+        original(module, batch, batch_idx, dataloader_idx)
+
+    module.validation_step = counts  # type: ignore[method-assign]
+    trainer.fit(module, small_data())
+    assert sum(size for loader, size in seen if loader == 0) == counted
+    assert module.matrix is not None
+    assert module.matrix.steps == 1
+
+
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_a_limit_of_one_batch_in_the_other_stages(verb: str, small_data: Make, make_trainer: Make) -> None:
+    module, name = ContinualMergeModule(), "val" if verb == "validate" else "test"
+    getattr(make_trainer(**{f"limit_{name}_batches": 1}), verb)(module, small_data(), verbose=False)
+    assert set(module.last_scores) == {*TASKS, "clipart_category", "ACC", "Gen", "H"}
+
+
+def test_the_limit_of_another_stage_excuses_nothing(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, monkeypatch: Any
+) -> None:
+    original = ContinualMergeModule.validation_step
+
+    def skips_first(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch_idx:
+            original(self, batch, batch_idx, dataloader_idx)
+
+    monkeypatch.setattr(ContinualMergeModule, "validation_step", skips_first)
+    with pytest.raises(RuntimeError, match="only 24 of 40 images"):
+        make_trainer(limit_test_batches=1).validate(module, small_data(), verbose=False)
+
+
+@pytest.mark.parametrize("limit", [0, 0.0])
+def test_a_stream_without_validation_is_merged_all_the_same(
+    limit: float,
+    module: ContinualMergeModule,
+    small_data: Make,
+    make_trainer: Make,
+    merge_callback: Make,
+    tmp_path: Path,
+) -> None:
+    merge = merge_callback()
+    make_trainer(merge, StreamReport(folder=str(tmp_path / "r")), limit_val_batches=limit).fit(module, small_data())
+    assert merge.tasks == TASKS
+    assert_same_weights(module, direct(TASKS))

@@ -18,7 +18,7 @@ from safemerge_pl.callbacks.guards import (
 )
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.part import MergePart, require_started
-from safemerge_pl.callbacks.reloading import require_reload
+from safemerge_pl.callbacks.reloading import require_new_loader, require_reload
 from safemerge_pl.callbacks.scores import StreamScores
 from safemerge_pl.callbacks.starting import refuse_foreign
 from safemerge_pl.checkpoints.open import CheckpointError
@@ -86,6 +86,7 @@ class Live:
         self.merged_in_place = False  # the module holds the merged weights, not those in training
         self.unscored = False  # folded, but its validation is still to come
         self.resumed = False  # and no task has begun since
+        self.loader: Any = None  # of the task in progress
         self.current: str | None = None  # what the `boundary` attribute says
 
     @property
@@ -130,7 +131,10 @@ class Live:
             try:
                 merger.load_training_state(restored["live"])
             except CheckpointError as error:
-                raise MisconfigurationException(f"this checkpoint cannot be resumed: {error}") from error
+                late = "another pretrained model" in str(error)
+                hint = " Weights must be in the module before the checkpoint is: after `setup` and `configure_model`."
+                message = f"this checkpoint cannot be resumed: {error}{hint if late else ''}"
+                raise MisconfigurationException(message) from error
             for key in ("epochs", "closed", "merged_in_place", "unscored", "current"):
                 setattr(self, key, restored[key])
             self.scores.rows = list(restored["rows"])
@@ -138,6 +142,7 @@ class Live:
     def begin_batch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before a batch: as before an epoch; before the very first, the weights that it starts from are there."""
         self.begin(trainer, pl_module)
+        self.loader = trainer.train_dataloader
         merger = require_started(self.merger)
         if self.unsettled and not merger.is_at_start():
             self.merger = self._make(pl_module)
@@ -162,6 +167,7 @@ class Live:
             raise MisconfigurationException(
                 f"task '{task}' is merged already, and a task is merged once; give its second training another name."
             )
+        require_new_loader(trainer, self.loader)
         require_started(self.merger).restart()
         trainer.strategy.setup_optimizers(trainer)  # fresh optimiser state and schedules
         self.merged_in_place = False

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
-__all__ = ["is_fixed", "require_reload"]
+__all__ = ["is_fixed", "require_new_loader", "require_reload"]
 
 
 def require_reload(trainer: L.Trainer, epochs: int | None, begun: int, *, resumed: bool) -> None:
@@ -40,6 +40,25 @@ def require_reload(trainer: L.Trainer, epochs: int | None, begun: int, *, resume
     else:
         effect = "loaders would change at other epochs than tasks, so tasks would be trained on each other's data"
     _refuse_or_warn(trainer, f"{given}: {effect}")
+
+
+def require_new_loader(trainer: L.Trainer, before: Any) -> None:
+    """At a boundary that could not be foreseen, see that the loader is not the one of the task before.
+
+    Args:
+        trainer: about to begin a task.
+        before: ``trainer.train_dataloader`` of the task before.
+
+    Raises:
+        MisconfigurationException: if the task would be trained on the data of the one before.
+    """
+    every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    if every > 1 and trainer.fit_loop._data_source.is_module() and trainer.train_dataloader is before:
+        _refuse_or_warn(
+            trainer,
+            f"`reload_dataloaders_every_n_epochs` is {every}: a task begins, and this is still the loader of the task "
+            "before",
+        )
 
 
 def _refuse_or_warn(trainer: L.Trainer, wrong: str) -> None:

@@ -72,8 +72,8 @@ class StartingWeights:
         with swapped_weights(self.part.target(pl_module), kept):
             yield
 
-    def _keep(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        if prefix or not isinstance(module, L.LightningModule):
+    def _keep(self, module: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        if prefix:
             return
         try:
             target = self.part.target(module)

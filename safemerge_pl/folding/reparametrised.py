@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from safemerge_pl.checkpoints.adapter_modules import plain_name
+from safemerge_pl.checkpoints.adapter_modules import adapter_names, plain_name
 from safemerge_pl.checkpoints.open import open_checkpoint
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.folding.selection import plan_merge
@@ -47,10 +48,12 @@ def refuse_computed(module: nn.Module, method: MergeMethod, layers: Sequence[str
     found = list(_computed(module))
     if not found:
         return
-    plain = {plain_name(name): tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
-    plain |= {name: weight.detach() for name, _, weight in found}
+    tensors = {plain_name(name): tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+    tensors |= {name: weight for name, _, weight in found}
+    adapters = adapter_names(module)
     try:
-        plan = plan_merge(open_checkpoint(plain), method, layers)
+        plain = open_checkpoint({name: tensor for name, tensor in tensors.items() if name not in adapters})
+        plan = plan_merge(plain, method, layers)
     except ValueError:  # `layers` names the tensors themselves
         return
     matrices, everything = {layer.parameter for layer in plan.layers}, set(plan.parameters)
@@ -89,10 +92,10 @@ def _way_out(what: str) -> str:
 
 
 def _computed(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Plain name of each computed weight, what computes it, and the weight as it is now."""
+    """Plain name of each computed weight, what computes it, and a copy of the weight as it is now."""
     for path, part in module.named_modules():
         for name, what in _computed_in(part):
-            yield plain_name(f"{path}.{name}" if path else name), what, getattr(part, name)
+            yield plain_name(f"{path}.{name}" if path else name), what, _weight(part, name)
 
 
 def _computed_in(part: nn.Module) -> Iterator[tuple[str, str]]:
@@ -106,3 +109,16 @@ def _computed_in(part: nn.Module) -> Iterator[tuple[str, str]]:
             yield hook._tensor_name, _PRUNED
         elif type(hook) in _NORMS:
             yield hook.name, _NORMS[type(hook)]
+
+
+@torch.no_grad()
+def _weight(part: nn.Module, name: str) -> Tensor:
+    """A computed weight; in evaluation mode, since a spectral norm moves its estimates whenever it is asked."""
+    modes = {each: each.training for each in part.modules()}
+    part.eval()
+    try:
+        weight: Tensor = getattr(part, name)
+        return weight.detach().clone()
+    finally:
+        for each, mode in modes.items():
+            each.training = mode

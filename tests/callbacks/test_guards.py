@@ -8,7 +8,13 @@ import pytest
 import tiny
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from loops import EPOCHS, TASKS, Classifier, Tasks, batches, encoder, live
 
 from safemerge_pl.callbacks import SAFEMergeCallback
@@ -48,6 +54,8 @@ class Sampled(Tasks):
         ({}, {"limit_train_batches": 0}, "nothing would be trained"),
         ({"boundary": "job"}, {}, "`boundary` 'job' must be 'fit' or an attribute .* Tasks has none"),
         ({"metric": "val_acc"}, {"check_val_every_n_epoch": 3}, "`check_val_every_n_epoch` is 3"),
+        ({"metric": "val_acc"}, {"limit_val_batches": 0}, "`limit_val_batches` is 0: .*use `score`"),
+        ({"metric": "val_acc"}, {"limit_val_batches": 0.0}, "`limit_val_batches` is 0: .*use `score`"),
         ({}, {"precision": "bf16-true"}, "half precision"),
         ({"output": "."}, {}, "the output . is or holds the current folder"),
     ],
@@ -69,6 +77,8 @@ def test_plans_that_cannot_work(
         (WeightAveraging(), "WeightAveraging keeps an average"),
         (StochasticWeightAveraging(1e-3), "StochasticWeightAveraging keeps an average"),
         (EMA(), "EMA keeps an average"),
+        (ModelPruning("l1_unstructured", amount=0.5), "ModelPruning computes weights from others and a mask"),
+        (BackboneFinetuning(1), "BackboneFinetuning counts the epochs of the whole run.*`boundary='fit'`"),
         (EarlyStopping("val_acc"), "EarlyStopping ends the whole run, .* `boundary='fit'`"),
         (live(module_attr=None, rest="keep"), "two merge callbacks share 6 parameters"),
     ],
@@ -78,9 +88,21 @@ def test_callbacks_that_do_not_go_together(callback: L.Callback, message: str, m
         make_trainer(live(), callback, max_epochs=6).fit(Classifier(), Tasks())
 
 
-def test_averages_are_refused_with_checkpoints_too(make_trainer: Make) -> None:
-    with pytest.raises(MisconfigurationException, match="WeightAveraging keeps an average"):
-        make_trainer(SAFEMergeCallback(module_attr="encoder"), WeightAveraging()).fit(Classifier(), Tasks())
+@pytest.mark.parametrize("callback", [WeightAveraging(), ModelPruning("l1_unstructured")])
+def test_those_that_write_weights_are_refused_with_checkpoints_too(callback: L.Callback, make_trainer: Make) -> None:
+    with pytest.raises(MisconfigurationException, match=f"^{type(callback).__name__}"):
+        make_trainer(SAFEMergeCallback(module_attr="encoder"), callback).fit(Classifier(), Tasks())
+
+
+@pytest.mark.parametrize("name", ["EarlyStopping", "ModelPruning", "BackboneFinetuning", "StochasticWeightAveraging"])
+def test_the_other_lightning_package_has_classes_of_its_own(name: str, make_trainer: Make) -> None:
+    """`import pytorch_lightning`: other classes by the same names."""
+    theirs = pytest.importorskip("pytorch_lightning.callbacks")
+    assert not issubclass(getattr(theirs, name), L.Callback)
+    trainer = make_trainer(live(), max_epochs=6)
+    trainer.callbacks.append(getattr(theirs, name).__new__(getattr(theirs, name)))
+    with pytest.raises(MisconfigurationException, match=f"^{name} "):
+        trainer.callbacks[0].setup(trainer, Classifier(), "fit")
 
 
 def test_a_module_that_trains_nothing(make_trainer: Make) -> None:

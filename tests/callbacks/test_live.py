@@ -9,9 +9,11 @@ import lightning as L
 import pytest
 import tiny
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, EarlyStopping, ModelCheckpoint
 from loops import EPOCHS, FAST, TASKS, Classifier, Tasks, Watch, batches, encoder, live
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, IterableDataset
 
 from safemerge_pl.callbacks import SAFEMergeCallback
@@ -371,4 +373,179 @@ def test_diverged_training_ends_in_one_sentence(make_trainer: Make) -> None:
     merge = live(tasks=TASKS)
     with pytest.raises(ValueError, match=r"task 'b': trained until step 8: `blocks\.\S+` has \d+ NaN"):
         run(make_trainer, merge, module=Diverges())
+    assert merge.tasks == ["a"]
+
+
+class Short(IterableDataset[Any]):
+    """Says more samples than it gives."""
+
+    def __init__(self, task: int, gives: int) -> None:
+        self.data, self.gives = batches(task, count=8).dataset, gives
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        return (self.data[i] for i in range(self.gives))
+
+
+class EndsEarly(Classifier):
+    """Raises what a loop takes for the end of an epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 3:
+            raise StopIteration
+        return super().training_step(batch, batch_idx)
+
+
+class ShortTasks(Tasks):
+    """Three batches of two in place of the four that the loaders say."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Short(TASKS.index(self.task), 6), 2)
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("short", [True, False], ids=["loader", "module"])
+def test_an_epoch_is_over_when_lightning_says_so(short: bool, accumulate: int, make_trainer: Make) -> None:
+    """With fewer batches than the loader says; each task is what its own steps left."""
+    watch, merge = Watch(), live()
+    module, data = (Classifier(), ShortTasks()) if short else (EndsEarly(), Tasks(size=2))
+    theta0 = encoder(module)
+    make_trainer(watch, merge, max_epochs=6, accumulate_grad_batches=accumulate).fit(module, data)
+    assert [row.source for row in merge.reports] == [f"trained until step {3 // accumulate * n}" for n in (2, 4, 6)]
+    for epoch in (0, 2, 4):
+        tiny.assert_same(watch.before[epoch], theta0)
+    assert_holds(encoder(module), direct(theta0, *(watch.trained[epoch] for epoch in (1, 3, 5))), theta0)
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+def test_other_boundaries_of_loaders_that_end_early(make_trainer: Make) -> None:
+    expected = encoder(run(make_trainer, live(), data=ShortTasks()))
+    asked: list[int] = []
+
+    def ends(trainer: L.Trainer) -> bool:
+        asked.append(trainer.current_epoch)
+        return trainer.current_epoch % EPOCHS == EPOCHS - 1
+
+    tiny.assert_same(encoder(run(make_trainer, live(boundary=ends), data=ShortTasks())), expected)
+    assert asked == list(range(6))
+    tiny.assert_same(encoder(run(make_trainer, live(boundary="task"), data=ShortTasks())), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_resume_where_loaders_end_early(make_trainer: Make, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    straight = run(make_trainer, live(), saver, enable_checkpointing=True, data=ShortTasks())
+    for epoch in range(5):
+        again = live()
+        resumed = run(make_trainer, again, ckpt_path=tmp_path / f"epoch={epoch}.ckpt", data=ShortTasks())
+        assert len(again.tasks) == 3
+        tiny.assert_same(encoder(resumed), encoder(straight))
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+def test_no_validation_comes_after_a_loader_that_ended_early(make_trainer: Make) -> None:
+    with pytest.raises(
+        MisconfigurationException, match="gave fewer batches than its length says, and Lightning then skips"
+    ):
+        run(make_trainer, live(metric="val_acc", tasks=TASKS), data=ShortTasks())
+
+
+class Stops(L.Callback):
+    """Stops the run after the first batch of the fourth epoch, as a signal or a time limit would."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 3:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("limit", ["max_steps", "should_stop"])
+def test_an_epoch_that_is_cut_off_is_not_over(limit: str, make_trainer: Make) -> None:
+    """One of two batches: the task would be merged half trained."""
+    merge = live()
+    others, kwargs = ((), {"max_steps": 7}) if limit == "max_steps" else ((Stops(),), {})
+    with pytest.warns(UserWarning, match="ended inside a task, 1 epochs after 'task1' was merged"):
+        run(make_trainer, merge, *others, **kwargs)
+    assert merge.tasks == ["task1"]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 0.5])
+def test_limited_epochs_end_at_their_limit(limit: float, make_trainer: Make) -> None:
+    merge = live()
+    run(make_trainer, merge, limit_train_batches=limit, data=Tasks(size=2))
+    steps = 2 * (limit if isinstance(limit, int) else 2)
+    assert [row.source for row in merge.reports] == [f"trained until step {steps * n}" for n in (1, 2, 3)]
+
+
+class Freezes(BaseFinetuning):
+    """Trains the encoder's second block from the second epoch on, and the first never."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.encoder.blocks])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.encoder.blocks[1], optimizer)
+
+
+class Filters(Classifier):
+    """Gives its optimiser what is trained, as those callbacks want it."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], self.lr)
+
+
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen")  # Lightning compares values: all biases are 0
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_what_is_frozen_stays_and_what_is_thawed_is_merged(epochs: int, first: bool, make_trainer: Make) -> None:
+    """Whether it is thawed inside a task or where the second begins."""
+    merge, watch, module = live(epochs_per_task=epochs), Watch(), Filters()
+    theta0 = encoder(module)
+    others = (watch, Freezes(), merge) if first else (watch, merge, Freezes())
+    nothing = pytest.warns(UserWarning, match="'task1': its merged layers equal the pretrained model's")
+    with nothing if epochs == 1 else nullcontext():
+        make_trainer(*others, max_epochs=2 * epochs).fit(module, Tasks(epochs))
+    trained = [watch.trained[epochs - 1], watch.trained[2 * epochs - 1]]
+    assert_holds(encoder(module), direct(theta0, *trained), theta0)
+    for name in direct(theta0):
+        moved = [not torch.equal(tensors[name], theta0[name]) for tensors in trained]
+        assert moved == ([epochs == 2, True] if name.startswith("blocks.1.") else [False, False]), name
+
+
+def test_lightnings_own_finetuning_in_fits_of_one_task(make_trainer: Make) -> None:
+    class Backed(Filters):
+        @property
+        def backbone(self) -> Any:
+            return self.encoder
+
+    merge, module = live(boundary="fit"), Backed()
+    theta0 = encoder(module)
+    watches = [Watch(), Watch()]
+    for number, watch in enumerate(watches):
+        make_trainer(watch, BackboneFinetuning(1), merge, max_epochs=2).fit(module, batches(number))
+        assert all(torch.equal(watch.trained[0][name], theta0[name]) for name in direct(theta0))
+    trained = [watch.trained[1] for watch in watches]
+    assert not any(
+        torch.equal(tensors["blocks.0.attn.qkv.weight"], theta0["blocks.0.attn.qkv.weight"]) for tensors in trained
+    )
+    assert_holds(encoder(module), direct(theta0, *trained), theta0)
+
+
+def test_pruned_in_the_middle(make_trainer: Make) -> None:
+    """By a callback that nobody can know; nothing is merged, and nothing changed."""
+
+    class Prunes(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            if trainer.current_epoch == 2:
+                prune.l1_unstructured(pl_module.encoder.blocks[0].mlp.fc1, "weight", 0.5)
+
+    merge = live(tasks=TASKS)
+    with pytest.raises(
+        ValueError, match=r"`blocks\.0\.mlp\.fc1\.weight` is pruned .* since the merge began.*prune\.remove"
+    ):
+        run(make_trainer, merge, Prunes())
     assert merge.tasks == ["a"]
