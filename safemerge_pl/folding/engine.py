@@ -15,6 +15,7 @@ from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import LayerReport, layer_rows
+from safemerge_pl.folding.rounding import unrounded
 from safemerge_pl.folding.stacks import (
     CORE_STACK_ENTRIES,
     LARGE_ENTRIES,
@@ -83,6 +84,7 @@ class Folding:
     losses: list[float] = field(default_factory=list)
     solve_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    _coarse: set[str] = field(default_factory=set)  # layers in which rounding is larger than the change
 
     def __post_init__(self) -> None:
         if not self.method.concurrent:  # its state must see every stack
@@ -113,6 +115,17 @@ class Folding:
                 summed = result.losses.double().sum(1).tolist()
                 self.losses = [a + b for a, b in zip(self.losses, summed, strict=True)] if self.losses else summed
         self._rescale(staged)
+        self._note_rounding()
+
+    def _note_rounding(self) -> None:
+        """Say which layers, of all processes, were changed by less than their format rounds them."""
+        found = set().union(*self.processes.gather([sorted(self._coarse)]))
+        first = next((layer.name for layer in (*self.layers, *self.others) if layer.name in found), None)
+        if first is not None:
+            self.notes.append(
+                f"rounding is larger than the change in {len(found)} of the layers that it stores in fewer bits than "
+                f"the pretrained model, first {first}: give it in the pretrained model's format if you can"
+            )
 
     def _place(self, staged: MutableMapping[str, Tensor], layer: MergeLayer, matrix: Tensor, *, alone: bool) -> None:
         """Put one merged matrix where it belongs; one that is a whole parameter and no part of a stack as it is."""
@@ -220,10 +233,11 @@ class Folding:
 
     def _read(self, layer: MergeLayer) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's pretrained, merged and incoming weights, as they are stored."""
-        base, new = self.pretrained[layer.parameter], self.incoming[layer.parameter]
-        if new.dtype != base.dtype and torch.equal(base.to(new.dtype), new):
-            new = base  # the pretrained tensor, stored in fewer bits: rounding is not a task
-        return layer.view(base), layer.view(self.current(layer.parameter)), layer.view(new)
+        base, merged = layer.view(self.pretrained[layer.parameter]), layer.view(self.current(layer.parameter))
+        new, is_coarse = unrounded(base, layer.view(self.incoming[layer.parameter]))
+        if is_coarse:
+            self._coarse.add(layer.name)
+        return base, merged, new
 
     def _cache(self, layers: _Layers, device: torch.device) -> CachedTensors:
         """What depends on the pretrained weights of a stack alone; that of large matrices also for the next stream."""
