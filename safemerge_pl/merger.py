@@ -383,7 +383,7 @@ class ContinualMerger:
                 "same."
             )
         checkpoint = open_checkpoint(weights)
-        names = match_names(self.plan.parameters, checkpoint)
+        names = match_names(self.plan.parameters, checkpoint, self.pretrained)
         merged: Mapping[str, Tensor] = LazyTensors(
             list(names), lambda name: checkpoint[names[name]].detach().float().cpu()
         )

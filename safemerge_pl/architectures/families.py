@@ -14,16 +14,20 @@ from safemerge_pl.architectures.embeddings import is_embedding
 
 __all__ = [
     "OTHER_PIECES",
+    "OUT_PROJECTIONS",
     "WRAPPERS",
     "Rule",
     "block_of",
     "in_text",
     "in_vision",
     "is_known",
-    "rule_for",
+    "rules_by_name",
     "tower",
     "unknown_fusion",
 ]
+
+OUT_PROJECTIONS = ("out_proj", "o_proj", "out_lin", "proj", "projection", "dense", "output.dense", "Wo", "wo")
+"""What an attention calls the matrix behind its heads."""
 
 _BLOCK = r"(?:layers|layer|blocks|resblocks|block|h)\.(?P<i>\d+(?:\.blocks\.\d+)?)\."  # Swin has blocks in layers
 _ATTENTION = r"(?:self_attn|self_attention|attn|attention)\.(?:(?:self|attention)\.)?"
@@ -31,7 +35,7 @@ _CROSS = r"(?:encoder_attn|cross_attn|crossattention|multihead_attn)\.(?:self\.)
 _FEED = r"(?:mlp|ffn|feed_forward)\."
 _MIXTURE = r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(?P<e>\d+)\."
 _QKV = r"(?P<k>q|k|v|query|key|value)(?:_proj|_lin)?\.weight"
-_OUT = r"(?:out_proj|o_proj|out_lin|proj|projection|dense|output\.dense|Wo|wo)\.weight"
+_OUT = r"(?:" + "|".join(map(re.escape, OUT_PROJECTIONS)) + r")\.weight"
 _T5 = r"(?P<side>encoder|decoder)\.block\.(?P<i>\d+)\.layer\.\d+\."
 
 
@@ -44,18 +48,20 @@ class Rule:
         names: canonical name of each block of output rows in it.
         transposed: stored as ``(d_in, d_out)``.
         wide: a matrix of the feed-forward's output side, merged on demand only.
-        square: the first block is as high as the matrix is wide, the others share the rest (grouped-query attention).
+        heads: queries first, then keys and values of as many heads or fewer (grouped-query attention).
+        square: of these, one with as many rows of queries as it has columns.
     """
 
     pattern: re.Pattern[str]
     names: tuple[str, ...]
     transposed: bool = False
     wide: bool = False
+    heads: bool = False
     square: bool = False
 
 
-def _rule(pattern: str, *names: str, transposed: bool = False, wide: bool = False, square: bool = False) -> Rule:
-    return Rule(re.compile(r"(?:^|\.)" + pattern + r"$"), names, transposed, wide, square)
+def _rule(pattern: str, *names: str, **kind: bool) -> Rule:
+    return Rule(re.compile(r"(?:^|\.)" + pattern + r"$"), names, **kind)
 
 
 def _fused(*parts: str) -> tuple[str, ...]:
@@ -68,10 +74,12 @@ _RULES = (
     _rule(_T5 + r"EncDecAttention\.(?P<k>[qkvo])\.weight", "{side}.{i}.cross.{k}"),
     _rule(_T5 + r"DenseReluDense\.(?P<k>wi|wi_0|wi_1)\.weight", "{side}.{i}.{k}"),
     _rule(_T5 + r"DenseReluDense\.wo\.weight", "{side}.{i}.wo", wide=True),  # which SAFE-Merge leaves pretrained
-    # GPT-2: Conv1D stores weights as (d_in, d_out)
+    # GPT-2: Conv1D stores weights as (d_in, d_out); others store the same names upright
     _rule(r"h\.(?P<i>\d+)\.attn\.c_attn\.weight", *_fused("q", "k", "v"), transposed=True),
     _rule(r"h\.(?P<i>\d+)\.attn\.c_proj\.weight", "{tower}.{i}.out", transposed=True),
+    _rule(r"h\.(?P<i>\d+)\.attn\.c_proj\.weight", "{tower}.{i}.out"),
     _rule(r"h\.(?P<i>\d+)\.mlp\.c_fc\.weight", "{tower}.{i}.up", transposed=True),
+    _rule(r"h\.(?P<i>\d+)\.mlp\.c_proj\.weight", "{tower}.{i}.down", transposed=True, wide=True),
     # attention of CLIP, SigLIP, Llama and its kin, Phi, BERT and its kin, ViT, DINO, Swin, Whisper, BART, GPT-J, timm
     _rule(_BLOCK + _ATTENTION + _QKV, "{tower}.{i}.{k[0]}"),
     _rule(_BLOCK + _ATTENTION + r"w(?P<k>[qkv])\.weight", "{tower}.{i}.{k}"),
@@ -83,8 +91,8 @@ _RULES = (
     # q, k and v fused: open_clip and nn.MultiheadAttention; timm and BLIP; ModernBERT and MPT; Phi-3
     _rule(_BLOCK + _ATTENTION + r"in_proj_weight", *_fused("q", "k", "v")),
     _rule(_BLOCK + _CROSS + r"in_proj_weight", *_fused("cross.q", "cross.k", "cross.v")),
-    _rule(_BLOCK + _ATTENTION + r"(?:qkv|Wqkv)\.weight", *_fused("q", "k", "v")),
-    _rule(r"layers\.(?P<i>\d+)\.self_attn\.qkv_proj\.weight", *_fused("q", "k", "v"), square=True),
+    _rule(_BLOCK + _ATTENTION + r"(?:qkv|Wqkv)\.weight", *_fused("q", "k", "v"), heads=True),
+    _rule(r"layers\.(?P<i>\d+)\.self_attn\.qkv_proj\.weight", *_fused("q", "k", "v"), heads=True, square=True),
     # input side of the feed-forward
     _rule(_BLOCK + r"(?:" + _FEED + r")?(?:fc1|linear1|linear_fc1)\.weight", "{tower}.{i}.up"),
     _rule(_BLOCK + _FEED + r"(?:c_fc|fc_in|lin1|intermediate_dense|dense_h_to_4h|fc1_x)\.weight", "{tower}.{i}.up"),
@@ -149,7 +157,7 @@ _TEXT = re.compile(r"(?:^|\.)(?:text|text_model|resblocks)\.")
 WRAPPERS = frozenset({"vision_model", "visual", "image_encoder", "model", "backbone", "base_model", "transformer"})
 """First parts of a name that some libraries and training scripts leave out. Any other one tells towers apart."""
 
-_FUSION = re.compile(r"(?:qkv(?:_proj)?|query_key_value|[Ww]qkv|c_attn)\.weight$")
+_FUSION = re.compile(r"(?:(?<!linear_attn\.in_proj_)qkv(?:_proj)?|query_key_value|[Ww]qkv|c_attn|attn\.attn)\.weight$")
 
 _LEFT = re.compile(
     r"(?:fc2|linear2|linear_fc2|lin2|fc_out|down_proj|c_proj|w2|mlp\.w3|wo|Wo|weights_out|output\.dense|output_dense"
@@ -161,36 +169,16 @@ _NO_MATRIX = re.compile(r"norm|bias|conv|router|(?:^|[._])gate\.weight$")
 """2-D tensors of a block that choose or normalise; those that are looked up are embeddings."""
 
 
-def rule_for(parameter: str, shape: Sequence[int] | None = None) -> tuple[Rule, dict[str, str]] | None:
-    """Find the rule for a parameter and the groups of its name; ``None`` if there is none.
-
-    Args:
-        parameter: its name.
-        shape: as stored; if it is left out, the name alone decides.
+@functools.lru_cache(2**16)  # a large mixture of experts has tens of thousands of names, each looked up several times
+def rules_by_name(parameter: str) -> list[tuple[Rule, dict[str, str]]]:
+    """Find the rules that a name falls under, with the groups of the name; shapes decide among them.
 
     Example:
-        >>> rule_for("vit.encoder.layer.3.attention.attention.query.weight")[1]
-        {'i': '3', 'k': 'query'}
-        >>> [rule_for("h.0.mlp.c_fc.weight", shape)[0].transposed for shape in ((8, 32), (32, 8))]
-        [True, False]
+        >>> [groups for _, groups in rules_by_name("vit.encoder.layer.3.attention.attention.query.weight")]
+        [{'i': '3', 'k': 'query'}]
     """
-    for rule, groups in _rules_by_name(parameter):
-        if shape is None or (len(shape) == 2 and _fits(rule, parameter, shape)):
-            return rule, groups
-    return None
-
-
-@functools.lru_cache(2**16)  # a large mixture of experts has tens of thousands of names, each looked up several times
-def _rules_by_name(parameter: str) -> list[tuple[Rule, dict[str, str]]]:
     found = ((rule, rule.pattern.search(parameter)) for rule in _RULES)
     return [(rule, match.groupdict()) for rule, match in found if match]
-
-
-def _fits(rule: Rule, parameter: str, shape: Sequence[int]) -> bool:
-    """Tell GPT-2's transposed matrices from those of GPT-Neo, GPTBigCode and Qwen, which have the same names."""
-    if not rule.transposed or parameter.endswith("c_proj.weight"):
-        return True
-    return shape[1] == 3 * shape[0] if len(rule.names) > 1 else shape[0] < shape[1]
 
 
 def block_of(parameter: str) -> re.Match[str] | None:
@@ -214,7 +202,7 @@ def is_known(parameter: str, shape: Sequence[int]) -> bool:
         return True
     if _NO_MATRIX.search(parameter) or _LEFT.search(parameter):
         return True
-    return rule_for(parameter, shape) is not None
+    return len(shape) == 2 and bool(rules_by_name(parameter))
 
 
 def unknown_fusion(parameter: str) -> bool:

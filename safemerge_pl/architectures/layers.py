@@ -15,14 +15,14 @@ from typing import Literal
 
 from torch import Tensor
 
-from safemerge_pl.architectures.embeddings import is_embedding
+from safemerge_pl.architectures.cuts import Shapes, cut, rule_of
+from safemerge_pl.architectures.embeddings import is_embedding, is_vocabulary
 from safemerge_pl.architectures.families import (
-    Rule,
     block_of,
     in_text,
     in_vision,
     is_known,
-    rule_for,
+    rules_by_name,
     tower,
     unknown_fusion,
 )
@@ -30,11 +30,12 @@ from safemerge_pl.architectures.families import (
 __all__ = [
     "MergeLayer",
     "Scope",
+    "counterparts",
     "find_unknown",
     "known_layers",
+    "matching",
     "parts_of",
     "select_layers",
-    "split_rows",
     "vision_only",
 ]
 
@@ -108,8 +109,8 @@ def select_layers(
         return []
     everything = patterns is not None or scope in ("linear", "matrix")
     found = {
-        name: _layers_of(name, tuple(shapes[name]), keep_unknown=everything, wide=everything or scope != "selected")
-        for name in vision_only(shapes)
+        name: _layers_of(name, shapes, keep_unknown=everything, wide=everything or scope != "selected")
+        for name in (vision_only(shapes) if patterns is None else matching(shapes, patterns))
         if scope != "linear" or not is_embedding(name)
     }
     if not everything:
@@ -119,12 +120,7 @@ def select_layers(
             raise ValueError(
                 f"`layers` pattern {pattern!r} matches none of the {len(shapes)} parameters that can be merged."
             )
-    layers = [
-        layer
-        for name, parts in found.items()
-        if patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        for layer in parts
-    ]
+    layers = [layer for parts in found.values() for layer in parts]
     if not layers:
         raise ValueError(
             f"none of the {len(shapes)} parameters is an attention or feed-forward matrix of a known family (CLIP, "
@@ -160,6 +156,25 @@ def _make_distinct(layers: list[MergeLayer]) -> list[MergeLayer]:
     ]
 
 
+def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Keep the names that shell-style patterns choose, of two towers those of the vision tower if there are any.
+
+    A pattern that matches names of both towers means the vision tower, as where nothing is chosen.
+
+    Example:
+        >>> names = ["vision_model.layers.0.fc1.weight", "text_model.layers.0.fc1.weight"]
+        >>> matching(names, ["*.fc1.weight"]), matching(names, ["text_model.*"])
+        (['vision_model.layers.0.fc1.weight'], ['text_model.layers.0.fc1.weight'])
+    """
+    names = list(names)
+    first = vision_only(names)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in first if fnmatch.fnmatchcase(name, pattern)}
+        chosen |= found or {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+    return [name for name in names if name in chosen]
+
+
 def vision_only(names: Iterable[str]) -> list[str]:
     """Keep the names of the vision tower if there is one, else all names.
 
@@ -175,6 +190,34 @@ def vision_only(names: Iterable[str]) -> list[str]:
     vision = [name for name in names if in_vision(name)]
     speaks = any(block_of(name) and not in_vision(name) and not in_text(name) for name in names)
     return names if speaks else vision or names
+
+
+def counterparts(names: Iterable[str], wanted: Iterable[str], beside: Iterable[str] | None = None) -> list[str]:
+    """Keep the names of a model among which tensors of another one are looked for: those of the same tower.
+
+    Args:
+        names: of the model that is searched.
+        wanted: of the tensors that are looked for.
+        beside: all names of their model; ``wanted`` if left out.
+
+    Example:
+        >>> clip = ["vision_model.layers.0.fc1.weight", "text_model.layers.0.fc1.weight"]
+        >>> counterparts(clip, ["layers.0.fc1.weight"]), counterparts(clip, ["text_model.layers.0.fc1.weight"])
+        (['vision_model.layers.0.fc1.weight'], ['text_model.layers.0.fc1.weight'])
+        >>> counterparts(clip, clip) == clip
+        True
+    """
+    names, wanted = list(names), list(wanted)
+    beside = wanted if beside is None else list(beside)
+    if any(map(in_vision, beside)):
+        usual = set(vision_only(beside))
+        if usual.issuperset(wanted):
+            return vision_only(names)
+        if any(name in usual for name in wanted):
+            return names
+    elif not any(is_vocabulary(name) or ".text_model." in f".{name}" for name in beside):
+        return vision_only(names)
+    return [name for name in names if not in_vision(name)]
 
 
 def find_unknown(layers: Iterable[MergeLayer], shapes: Mapping[str, Sequence[int]]) -> list[str]:
@@ -199,57 +242,44 @@ def known_layers(names: Iterable[str]) -> list[str]:
         >>> known_layers(["blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight"])
         ['blocks.0.mlp.fc1.weight']
     """
-    return [name for name in names if rule_for(name)]
+    return [name for name in names if rules_by_name(name)]
 
 
-def parts_of(parameter: str, shape: Sequence[int]) -> list[MergeLayer]:
+def parts_of(parameter: str, shapes: Shapes) -> list[MergeLayer]:
     """List the layers of a known family inside one parameter, merged by default or not; none for any other parameter.
 
-    Example:
-        >>> [part.rows for part in parts_of("visual.transformer.resblocks.0.attn.in_proj_weight", (6, 2))]
-        [(0, 2), (2, 4), (4, 6)]
-    """
-    return _layers_of(parameter, tuple(shape), keep_unknown=False, wide=True)
-
-
-def split_rows(rule: Rule, parameter: str, rows: int, columns: int) -> list[int]:
-    """Split the rows of a fused matrix among its parts.
-
     Args:
-        rule: names the parts.
-        parameter: name of the matrix, for the message.
-        rows: number of rows of the upright matrix, ``d_out``.
-        columns: number of its columns, ``d_in``.
-
-    Returns:
-        How many rows belong to each part.
+        parameter: its name.
+        shapes: of its whole model, as far as they are known: they tell how it is cut and turned.
 
     Raises:
-        ValueError: if they cannot be shared out.
+        ValueError: if that cannot be told.
 
     Example:
-        >>> name = "model.layers.0.self_attn.qkv_proj.weight"  # 4 heads, 2 of them with keys of their own
-        >>> split_rows(rule_for(name)[0], name, 64, 32)
-        [32, 16, 16]
+        >>> name = "visual.transformer.resblocks.0.attn.in_proj_weight"
+        >>> [part.rows for part in parts_of(name, {name: (6, 2)})]
+        [(0, 2), (2, 4), (4, 6)]
     """
-    count, first = len(rule.names), columns if rule.square else 0
-    rest = count - 1 if rule.square else count
-    height, over = divmod(rows - first, rest)
-    if over or height < 1:
-        raise ValueError(f"`{parameter}` of shape {(rows, columns)} cannot be split into {count} equal parts.")
-    return [first, *[height] * rest] if rule.square else [height] * count
+    return _layers_of(parameter, shapes, keep_unknown=False, wide=True)
 
 
-def _layers_of(parameter: str, shape: tuple[int, ...], *, keep_unknown: bool, wide: bool) -> list[MergeLayer]:
+def _layers_of(parameter: str, shapes: Shapes, *, keep_unknown: bool, wide: bool) -> list[MergeLayer]:
     """List the layers inside one parameter; none if it is of no known family and ``keep_unknown`` is off."""
-    found = rule_for(parameter, shape)
+    shape = shapes[parameter]
+    whole = [MergeLayer(parameter.removesuffix(".weight"), parameter, tuple(shape))] if len(shape) == 2 else []
+    found = rule_of(parameter, shapes)
     if found is None or (found[0].wide and not wide):
-        plain = keep_unknown and len(shape) == 2
-        return [MergeLayer(parameter.removesuffix(".weight"), parameter, (shape[0], shape[1]))] if plain else []
+        return whole if keep_unknown else []
     rule, groups = found
-    d_out, d_in = reversed(shape) if rule.transposed else shape
+    try:
+        heights = cut(rule, parameter, shapes)
+    except ValueError:
+        if keep_unknown:  # as any other matrix whose parts are not known
+            return whole
+        raise
+    d_in = shape[0] if rule.transposed else shape[1]
     layers, start = [], 0
-    for name, height in zip(rule.names, split_rows(rule, parameter, d_out, d_in), strict=True):
+    for name, height in zip(rule.names, heights, strict=True):
         rows = (start, start + height) if len(rule.names) > 1 else None
         canonical = name.format(tower=tower(parameter), **groups)
         layers.append(MergeLayer(canonical, parameter, (height, d_in), rows, rule.transposed))

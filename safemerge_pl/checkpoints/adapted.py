@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.embeddings import is_tied_candidate
-from safemerge_pl.architectures.layers import known_layers, parts_of, vision_only
+from safemerge_pl.architectures.layers import MergeLayer, counterparts, known_layers, parts_of, vision_only
 from safemerge_pl.checkpoints.adapter import Adapter, Factors
 from safemerge_pl.checkpoints.adapter_config import REMEDY
 from safemerge_pl.checkpoints.adapter_types import MAGNITUDE
@@ -139,9 +139,10 @@ def bind(adapter: Adapter, base: Checkpoint) -> BoundAdapter:
     except CheckpointError as error:
         names = {}
         deltas |= _convert_layout(adapter, targets, base, error)
+    shapes = base.shapes()
     for name, module in targets.items():
         if name in names:
-            deltas[names[name]].append(_delta(adapter, module, name, base, names[name]))
+            deltas[names[name]].append(_delta(adapter, module, shapes, base, names[name]))
     for name, key in biases.items():
         if name in names:
             deltas[names[name]].append(Delta(adapter.scale(name.removesuffix(".bias")), stored=key))
@@ -160,11 +161,11 @@ def _find_places(adapter: Adapter, wanted: list[str], targets: Mapping[str, str]
     if set(wanted) <= base.keys():
         return {name: name for name in wanted}
     saved = adapter.config.get("modules_to_save") or []
-    tower = set(vision_only(wanted))  # a pretrained vision tower has no place for the text tower's factors
+    tower = set(counterparts(wanted, vision_only(base)))  # one tower has no place for the factors of the other
     must = [name for name in wanted if name in tower and not (is_tied_candidate(name) or _is_saved(name, saved))]
     if not any(name in targets for name in must):
         must = [name for name in wanted if name in targets]
-    names = match_names(must, base)
+    names = match_names(must, base, wanted)
     return names | names_alike(names, [name for name in wanted if name not in names], base)
 
 
@@ -174,11 +175,12 @@ def _convert_layout(
     """Updates for a base in another library's layout, piece by piece."""
     index = layer_index(base)
     deltas: dict[str, list[Delta]] = defaultdict(list)
-    for name in vision_only(targets):
+    shapes = {name: _target_shape(adapter, name, module) for name, module in targets.items()}
+    for name in counterparts(targets, vision_only(base)):
         module = targets[name]
         factors = adapter.modules[module]
         plain = not factors.kind.is_embedding and factors.bias is None and MAGNITUDE not in factors.keys
-        parts = parts_of(name, _target_shape(adapter, name, module)) if plain else []
+        parts = _parts(adapter, name, shapes) if plain else []
         places = [index.get(part.name) for part in parts]
         if not parts or None in places:
             raise CheckpointError(
@@ -196,23 +198,33 @@ def _convert_layout(
     return deltas
 
 
+def _parts(adapter: Adapter, name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[MergeLayer]:
+    """The layers inside the tensor that a module's factors were trained for."""
+    try:
+        return parts_of(name, shapes)
+    except ValueError as error:
+        raise CheckpointError(f"{adapter.source}: {error}") from error
+
+
 def _target_shape(adapter: Adapter, name: str, module: str) -> tuple[int, ...]:
     """Shape of the tensor that a module's factors were trained for."""
     shape = adapter.modules[module].kind.shape(adapter.factor_shapes(module))
-    return shape[::-1] if _is_transposed(adapter, name, shape[::-1]) else shape
+    return shape[::-1] if _is_transposed(adapter, name, {name: shape[::-1]}) else shape
 
 
-def _delta(adapter: Adapter, module: str, name: str, base: Checkpoint, theirs: str) -> Delta:
-    """The update of a whole tensor ``theirs`` of the base, which the adapter calls ``name``."""
-    factors, shape = adapter.modules[module], base.shape(theirs)
+def _delta(
+    adapter: Adapter, module: str, shapes: Mapping[str, tuple[int, ...]], base: Checkpoint, theirs: str
+) -> Delta:
+    """The update of a whole tensor ``theirs`` of the base, all of whose ``shapes`` tell how it lies."""
+    factors, shape = adapter.modules[module], shapes[theirs]
     if factors.kind.is_embedding and MAGNITUDE in factors.keys:
         raise CheckpointError(f"{adapter.source}: `{module}` is an embedding under DoRA, which is not read; {REMEDY}.")
-    transposed = factors.kind.is_embedding or _is_transposed(adapter, name, shape)
-    shapes = adapter.factor_shapes(module)
-    update = factors.kind.shape(shapes)
+    transposed = factors.kind.is_embedding or _is_transposed(adapter, theirs, shapes)
+    found = adapter.factor_shapes(module)
+    update = factors.kind.shape(found)
     if (update[::-1] if transposed else update) != shape:
         raise CheckpointError(
-            f"{adapter.source}: the factors of `{module}`, {' and '.join(map(str, shapes.values()))}, do not fit "
+            f"{adapter.source}: the factors of `{module}`, {' and '.join(map(str, found.values()))}, do not fit "
             f"`{theirs}` of shape {shape} in {base.source}; if they were trained on this model, {REMEDY}."
         )
     return Delta(adapter.scale(module), factors, transposed=transposed)
@@ -225,11 +237,14 @@ def _weight_name(module: str, base: Checkpoint) -> str:
     return fused if known_layers([fused]) or any(name.endswith(ending) for name in base) else f"{module}.weight"
 
 
-def _is_transposed(adapter: Adapter, name: str, shape: tuple[int, ...]) -> bool:
+def _is_transposed(adapter: Adapter, name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether a matrix is stored as ``(d_in, d_out)``: by its family where that is known, else by the adapter."""
-    if len(shape) != 2:
+    if len(shapes[name]) != 2:
         return False
-    parts = parts_of(name, shape) if known_layers([name]) else []
+    try:
+        parts = parts_of(name, shapes)
+    except ValueError:  # nothing beside it tells
+        parts = []
     return parts[0].transposed if parts else bool(adapter.config.get("fan_in_fan_out"))
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from safemerge_pl.architectures.layers import vision_only
+from safemerge_pl.architectures.layers import counterparts
 from safemerge_pl.checkpoints.adapted import BoundAdapter, bind
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Cut, Mismatch, differences, is_resized, settings, tokenizers
-from safemerge_pl.checkpoints.layouts import convert_layout
+from safemerge_pl.checkpoints.layouts import convert_layout, turn_alike
 from safemerge_pl.checkpoints.names import names_alike
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, match_names
 from safemerge_pl.checkpoints.values import require_dtype, require_finite
@@ -158,7 +158,7 @@ def align(
     """
     whole = incoming.incoming if isinstance(incoming, Fitted) else incoming  # it was fitted to another model
     checkpoint, names = _match(pretrained, parameters, bind_adapter(pretrained, parameters, whole))
-    rest = [name for name in vision_only(pretrained) if name not in names]
+    rest = [name for name in counterparts(pretrained, parameters, pretrained) if name not in names]
     others = names_alike(names, rest, checkpoint)
     notes = [
         *differences(pretrained, others, checkpoint, on_mismatch),
@@ -202,7 +202,8 @@ def _match(
     if isinstance(incoming, BoundAdapter) and set(parameters) <= incoming.keys():  # it has the base's names
         return incoming, {name: name for name in parameters}
     try:
-        return incoming, match_names(parameters, incoming)
+        names = match_names(parameters, incoming, pretrained)
+        return turn_alike(pretrained, incoming, names), names
     except CheckpointError:
         other = convert_layout(pretrained, parameters, incoming)
         if other is None:

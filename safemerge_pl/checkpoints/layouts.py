@@ -1,18 +1,19 @@
 """Convert a model to the layout of another library: cut, join and transpose its tensors by their canonical names."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from safemerge_pl.architectures.cuts import is_turned
 from safemerge_pl.architectures.families import block_of, tower
-from safemerge_pl.architectures.layers import MergeLayer, vision_only
+from safemerge_pl.architectures.layers import MergeLayer, counterparts, vision_only
 from safemerge_pl.architectures.pieces import pieces_of
-from safemerge_pl.checkpoints.tensors import Checkpoint
+from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["convert_layout", "layer_index"]
+__all__ = ["convert_layout", "layer_index", "turn_alike"]
 
 
 def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) -> Checkpoint | None:
@@ -37,8 +38,9 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
         >>> convert_layout(Memory({key: torch.ones(2, 1)}, "a folder"), [key], incoming)[key].tolist()
         [[2.0], [3.0]]
     """
-    theirs = layer_index(incoming)
-    parts = {name: pieces_of(name, pretrained.shape(name)) for name in vision_only(pretrained)}
+    theirs = layer_index(incoming, counterparts(incoming, wanted, pretrained))
+    shapes = pretrained.shapes()
+    parts = {name: pieces_of(name, shapes) for name in counterparts(pretrained, wanted, pretrained)}
     blocks = [name for name in wanted if block_of(name) and parts[name]]
     locals_, towers = {_local_name(name) for name in incoming}, {tower(name) for name in blocks}
     same = all(_local_name(name) in locals_ for name in blocks)
@@ -60,8 +62,49 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
     )
 
 
-def layer_index(checkpoint: Checkpoint) -> dict[str, MergeLayer]:
+def turn_alike(pretrained: Checkpoint, incoming: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+    """Turn the matrices of an incoming model of the same names as the pretrained model's lie.
+
+    nanoGPT and others store GPT-2's matrices upright; the square ones fit by their shape, and would be mixed up.
+
+    Args:
+        pretrained: the model whose names are wanted.
+        incoming: the model.
+        names: each wanted tensor's name in it.
+
+    Example:
+        >>> from safemerge_pl.checkpoints.tensors import Memory
+        >>> gpt2, nano = (Memory({"h.0.mlp.c_fc.weight": torch.ones(*shape)}, "a file") for shape in ((1, 4), (4, 1)))
+        >>> turn_alike(gpt2, nano, {"h.0.mlp.c_fc.weight": "h.0.mlp.c_fc.weight"}).shapes()
+        {'h.0.mlp.c_fc.weight': (1, 4)}
+    """
+    ours, theirs = pretrained.shapes(), incoming.shapes()
+    sides = {other: (is_turned(name, ours), is_turned(other, theirs)) for name, other in names.items()}
+    other_way = {name for name, (mine, its) in sides.items() if None not in (mine, its) and mine != its}
+    return _Turned(incoming, other_way) if other_way else incoming
+
+
+class _Turned(View):
+    """A model with some of its matrices transposed."""
+
+    def __init__(self, incoming: Checkpoint, names: set[str]) -> None:
+        super().__init__(incoming)
+        self._names = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name).T if name in self._names else super().__getitem__(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`Checkpoint`."""
+        return super().shape(name)[::-1] if name in self._names else super().shape(name)
+
+
+def layer_index(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, MergeLayer]:
     """Find where a model keeps each canonical piece that it has once; empty if it holds several towers of one kind.
+
+    Args:
+        checkpoint: the model.
+        names: its tensors to look at; those of the vision tower where there is one, if left out.
 
     Example:
         >>> from safemerge_pl.checkpoints.tensors import Memory
@@ -70,8 +113,9 @@ def layer_index(checkpoint: Checkpoint) -> dict[str, MergeLayer]:
     """
     found: dict[str, list[MergeLayer]] = defaultdict(list)
     starts = set()
-    for name in vision_only(checkpoint):
-        parts = pieces_of(name, checkpoint.shape(name))
+    shapes = checkpoint.shapes()
+    for name in vision_only(checkpoint) if names is None else names:
+        parts = pieces_of(name, shapes)
         block = block_of(name)
         if parts and block:
             starts.add((tower(name), name[: block.start()]))

@@ -3,16 +3,16 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from safemerge_pl.architectures.embeddings import shared_names
+from safemerge_pl.architectures.embeddings import is_vocabulary, shared_names
 from safemerge_pl.architectures.families import WRAPPERS
-from safemerge_pl.architectures.layers import vision_only
+from safemerge_pl.architectures.layers import counterparts
 from safemerge_pl.checkpoints.tensors import Checkpoint
 from safemerge_pl.errors import CheckpointError
 
 __all__ = ["match_names", "names_alike"]
 
 
-def match_names(wanted: Sequence[str], checkpoint: Checkpoint) -> dict[str, str]:
+def match_names(wanted: Sequence[str], checkpoint: Checkpoint, beside: Iterable[str] | None = None) -> dict[str, str]:
     """Find each wanted tensor in a checkpoint whose names may carry or lack wrapper and tower prefixes.
 
     ``_orig_mod.`` and ``module.`` are ignored anywhere; beyond that one prefix on either side may differ
@@ -21,6 +21,7 @@ def match_names(wanted: Sequence[str], checkpoint: Checkpoint) -> dict[str, str]
     Args:
         wanted: names in the pretrained model.
         checkpoint: the incoming model.
+        beside: all names of the pretrained model, which tell of which tower those are; ``wanted`` if left out.
 
     Returns:
         wanted name -> name in the checkpoint.
@@ -36,7 +37,7 @@ def match_names(wanted: Sequence[str], checkpoint: Checkpoint) -> dict[str, str]
         {'vision_model.encoder.fc1.weight': 'module.encoder.fc1.weight'}
     """
     available: dict[str, str] = {}
-    for name in vision_only(checkpoint):
+    for name in counterparts(checkpoint, wanted, beside):
         bare = _unwrap(name)
         if bare in available:
             raise CheckpointError(f"{checkpoint.source}: `{available[bare]}` and `{name}` are the same tensor's name.")
@@ -106,9 +107,11 @@ def _unwrap(name: str) -> str:
 def _prefix_pairs(targets: list[str], available: Mapping[str, str]) -> list[tuple[str, str]]:
     """List the pairs (prefix to drop from the wanted names, prefix to put instead) that fit the first wanted name."""
     first, pairs = targets[0], []
+    speaks = any(map(is_vocabulary, available))  # no vision tower has words
+    wrappers = WRAPPERS | ({"text_model", "text_encoder"} if speaks else set())
     for match in re.finditer(r"^|\.", first):
         mine, core = first[: match.end()], first[match.end() :]
-        if not set(mine.split(".")[:-1]) <= WRAPPERS or not all(target.startswith(mine) for target in targets):
+        if not set(mine.split(".")[:-1]) <= wrappers or not all(target.startswith(mine) for target in targets):
             break
         theirs = [name[: -len(core)] for name in available if name == core or name.endswith("." + core)]
         pairs += [(mine, prefix) for prefix in theirs if not mine or not prefix.endswith(mine)]

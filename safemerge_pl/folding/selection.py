@@ -1,6 +1,5 @@
 """What a method merges of a model: found once, and read by every check, the fold and the output."""
 
-import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from safemerge_pl.architectures.layers import (
     MergeLayer,
     find_unknown,
     known_layers,
+    matching,
     select_layers,
     vision_only,
 )
@@ -114,10 +114,8 @@ def _find_others(checkpoint: Checkpoint, taken: set[str], patterns: Sequence[str
     """Tensors outside of the stacks, each as a whole."""
     return [
         MergeLayer(name, name, checkpoint.shape(name))
-        for name in vision_only(checkpoint)
-        if name not in taken
-        and checkpoint.dtype(name).is_floating_point
-        and (patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+        for name in (vision_only(checkpoint) if patterns is None else matching(checkpoint, patterns))
+        if name not in taken and checkpoint.dtype(name).is_floating_point
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from safemerge_pl.architectures.layers import vision_only
+from safemerge_pl.architectures.layers import counterparts
 from safemerge_pl.architectures.pieces import pieces_of
 from safemerge_pl.checkpoints.layouts import convert_layout
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, match_names, open_checkpoint
@@ -158,7 +158,7 @@ def _find_merged(
     """Names in the output, all names of tied tensors among them -> names in a checkpoint with the merged weights."""
     merged: Checkpoint = _Merged(plan.pretrained, parameters)
     try:
-        found = {theirs: name for name, theirs in match_names(plan.parameters, base).items()}
+        found = {theirs: name for name, theirs in match_names(plan.parameters, base, plan.pretrained).items()}
     except CheckpointError as error:
         found, merged = _in_layout_of(base, plan, merged, error)
     for alias, first in tied_names(base).items():
@@ -177,7 +177,8 @@ def _in_layout_of(
         CheckpointError: the reason why the names do not match, if the template has no such layout.
     """
     units = {unit.name for unit in plan.units}
-    parts = {name: {part.name for part in pieces_of(name, base.shape(name))} & units for name in vision_only(base)}
+    shapes, towers = base.shapes(), counterparts(base, plan.parameters, plan.pretrained)
+    parts = {name: {part.name for part in pieces_of(name, shapes)} & units for name in towers}
     wanted = [name for name, found in parts.items() if found]
     other = convert_layout(base, wanted, merged) if units == set().union(*parts.values()) else None
     if other is None or any(other.shape(name) != base.shape(name) for name in wanted):

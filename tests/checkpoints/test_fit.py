@@ -38,9 +38,9 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
 
-        def counted(wanted: Sequence[str], checkpoint: Checkpoint) -> dict[str, str]:
+        def counted(wanted: Sequence[str], checkpoint: Checkpoint, *beside: Checkpoint) -> dict[str, str]:
             self.count += 1
-            return match_names(wanted, checkpoint)
+            return match_names(wanted, checkpoint, *beside)
 
         for name, module in list(sys.modules.items()):
             if name.startswith("safemerge_pl") and getattr(module, "match_names", None) is match_names:
