@@ -17,6 +17,7 @@ from torch import Tensor
 
 from safemerge_pl.architectures.embeddings import is_embedding
 from safemerge_pl.architectures.families import block_of, heights, in_vision, known, rule_for, tower, unknown_fusion
+from safemerge_pl.runtime.names import name_list
 
 __all__ = [
     "MergeLayer",
@@ -73,7 +74,7 @@ class MergeLayer:
 
 
 def select_layers(
-    shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] | None = None, scope: Scope = "selected"
+    shapes: Mapping[str, Sequence[int]], patterns: str | Sequence[str] | None = None, scope: Scope = "selected"
 ) -> list[MergeLayer]:
     """Choose the matrices to merge: attention projections and the first feed-forward matrix (METHODS 9.1, 10a).
 
@@ -99,6 +100,7 @@ def select_layers(
     """
     if scope == "none":
         return []
+    patterns = None if patterns is None else name_list(patterns, "layers")
     everything = patterns is not None or scope in ("linear", "matrix")
     found = {
         name: _layers_of(name, tuple(shapes[name]), keep_unknown=everything, wide=everything or scope != "selected")

@@ -24,6 +24,7 @@ from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.names import name_list
 from safemerge_pl.runtime.progress import FoldProgress
 
 __all__ = ["fold_once", "run"]
@@ -39,7 +40,7 @@ def fold_once(
     merged: str | None = None,
     method: MergeMethod | None = None,
     task: list[str] | str | None = None,
-    layers: list[str] | None = None,
+    layers: list[str] | str | None = None,
     dtype: OutputDtype = "same",
     device: str = "cpu",
     on_mismatch: Mismatch = "error",
@@ -74,7 +75,7 @@ def fold_once(
     Raises:
         CheckpointError: if anything does not fit; the output is then as it was.
     """
-    sources = [incoming] if isinstance(incoming, str) else list(incoming)
+    sources = name_list(incoming, "incoming")
     tasks = _tasks(task, sources)
     parse_size(max_shard_size)
     options: dict[str, Any] = {"layers": layers, "device": device, "on_mismatch": on_mismatch}
@@ -129,7 +130,7 @@ def _tasks(task: list[str] | str | None, sources: Sequence[str]) -> list[str]:
     """A name for each incoming model."""
     if not sources:
         raise CheckpointError("`incoming` is empty: name at least one model.")
-    names = [_name(source) for source in sources] if task is None else [task] if isinstance(task, str) else list(task)
+    names = [_name(source) for source in sources] if task is None else name_list(task, "task")
     if len(names) != len(sources):
         raise CheckpointError(f"`task` has {len(names)} names for {len(sources)} incoming models; give one for each.")
     folded = [name.casefold() for name in names]

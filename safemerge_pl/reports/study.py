@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from safemerge_pl.functional import SCORES
+from safemerge_pl.runtime.console import say
 from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import write_figure, write_json, write_text
 
@@ -125,7 +126,7 @@ def write_study(study: "Study") -> None:
     write_json(study.folder / "study.json", {**content, "cells": study.results, "environment": environment()})
     for figure in study.figures:
         _draw(study, figure, found)
-    print(f"\n{markdown(study)}\ntables and figures: {study.folder}")
+    say(f"\n{markdown(study)}\ntables and figures: {study.folder}")
 
 
 def _draw(study: "Study", figure: "StudyFigure", found: list[Aggregate]) -> None:
