@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser
-
 from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.fit import Fitted
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
+from safemerge_pl.commands.parsers import HintingParser
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.output.files import STATE_FILE
@@ -164,7 +163,7 @@ def _inputs(pretrained: str, sources: Sequence[str], merged: str | None, output:
 
 def run() -> None:
     """Fold one model or several, from command line options."""
-    parser = ArgumentParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
+    parser = HintingParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
     parser.add_argument("--config", "-c", action="config")
     parser.add_function_arguments(fold_once, skip={"progress"})
     arguments = sys.argv[2:]

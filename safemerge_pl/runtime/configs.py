@@ -19,6 +19,7 @@ _LISTS = (
     "sets",
     "rows",
     "figures",
+    "y",
     "callbacks",
 )
 """Options that take a list, wherever they stand in a configuration."""
