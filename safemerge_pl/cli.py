@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from safemerge_pl.runtime.configs import config_folder, resolve_configs
+from safemerge_pl.runtime.configs import append_repeated, config_folder, resolve_configs
+from safemerge_pl.runtime.console import tolerate_names
+from safemerge_pl.runtime.names import did_you_mean
 from safemerge_pl.version import __version__
 
 __all__ = ["VERBS", "Verb", "main"]
@@ -74,6 +76,7 @@ Configurations that come along: {configs}.
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point; exits with 1 and one clear message for anything the user can mend."""
+    tolerate_names()
     argv = list(sys.argv[1:] if args is None else args)
     if not argv or argv[0] in ("-h", "--help"):
         print(_help(), end="")
@@ -82,12 +85,15 @@ def main(args: Sequence[str] | None = None) -> None:
         print(__version__)
         return
     if argv[0] not in VERBS:
-        _fail(f"there is no verb '{argv[0]}'; use one of {', '.join(VERBS)}, or --help.", code=2)
+        meant = did_you_mean(argv[0], VERBS)
+        hint = f"{meant} The verbs are" if meant.startswith("did") else "use one of"
+        _fail(f"there is no verb '{argv[0]}'; {hint} {', '.join(VERBS)}, or --help.", code=2)
     # threads that spin while they wait make a run a hundred times slower as soon as another program uses a core
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    sys.argv = [sys.argv[0], *resolve_configs(argv)]  # what verbs read, also in the processes that DDP starts
     module, _, function = VERBS[argv[0]].runs.partition(":")
     try:
+        # what verbs read, also in the processes that DDP starts
+        sys.argv = [sys.argv[0], *append_repeated(resolve_configs(argv))]
         getattr(importlib.import_module(module), function)()
     except Exception as error:
         if os.environ.get("SAFEMERGE_TRACEBACK") or not _is_for_the_user(error):

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from safemerge_pl.live import LiveMerger
+from safemerge_pl.runtime.names import name_list
 
 __all__ = ["MergeTrainerCallback"]
 
@@ -38,8 +39,8 @@ class MergeTrainerCallback(TrainerCallback):  # type: ignore[misc]  # transforme
         merge.merger.save("merged")
     """
 
-    def __init__(self, merger: LiveMerger, tasks: Sequence[str] = ()) -> None:
-        self.merger, self.tasks = merger, list(tasks)
+    def __init__(self, merger: LiveMerger, tasks: str | Sequence[str] = ()) -> None:
+        self.merger, self.tasks = merger, name_list(tasks, "tasks")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a task with the weights that it starts from."""

@@ -24,6 +24,7 @@ from safemerge_pl.methods import MergeMethod, SafeMerge
 from safemerge_pl.methods.saved import rebuild_method
 from safemerge_pl.output.saving import read_merge
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.names import suggest_options
 
 __all__ = ["LiveMerger", "Rest", "RestartFrom", "require_choices"]
 
@@ -73,12 +74,13 @@ class LiveMerger:
         True
     """
 
+    @suggest_options
     def __init__(
         self,
         module: nn.Module,
         method: MergeMethod | None = None,
         *,
-        layers: Sequence[str] | None = None,
+        layers: str | Sequence[str] | None = None,
         device: str | torch.device = "cpu",
         pretrained: Source | None = None,
         restart_from: RestartFrom = "pretrained",

@@ -43,6 +43,7 @@ from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.disk_cache import CachedTensors
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.names import suggest_options
 
 __all__ = ["ContinualMerger", "FoldReport", "LayerReport"]
 
@@ -98,12 +99,13 @@ class ContinualMerger:
         (['mnist'], 1.0, [1.0, 1.0, 1.0, 1.0])
     """
 
+    @suggest_options
     def __init__(
         self,
         pretrained: Source,
         method: MergeMethod | None = None,
         *,
-        layers: Sequence[str] | None = None,
+        layers: str | Sequence[str] | None = None,
         device: str | torch.device = "cpu",
         workspace: str | Path | None = None,
         on_mismatch: Mismatch = "error",

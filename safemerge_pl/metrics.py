@@ -9,6 +9,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from safemerge_pl.functional import SCORES, average_accuracy, backward_transfer, general_average, h_score
+from safemerge_pl.runtime.names import name_list
 
 __all__ = ["AccuracyMatrix"]
 
@@ -44,10 +45,10 @@ class AccuracyMatrix(Metric):
     accuracy: Tensor
     general: Tensor
 
-    def __init__(self, tasks: Sequence[str], controls: Sequence[str] = (), **kwargs: Any) -> None:
+    def __init__(self, tasks: str | Sequence[str], controls: str | Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(sync_on_compute=False, **kwargs)
-        self.tasks, self.controls = tuple(tasks), tuple(controls)
-        twins = [name for name, count in Counter((*tasks, *controls)).items() if count > 1]
+        self.tasks, self.controls = tuple(name_list(tasks, "tasks")), tuple(name_list(controls, "controls"))
+        twins = [name for name, count in Counter((*self.tasks, *self.controls)).items() if count > 1]
         if twins:
             raise ValueError(f"`tasks` and `controls` must have distinct names, got {', '.join(twins)} more than once.")
         t, g = len(self.tasks), len(self.controls)

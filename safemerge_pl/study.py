@@ -30,8 +30,10 @@ from safemerge_pl.functional import SCORES, summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.reports.study import StudyFigure, StudyResults, write_study
+from safemerge_pl.runtime.console import say
 from safemerge_pl.runtime.files import local_path, write_json
 from safemerge_pl.runtime.memory import PeakMemory
+from safemerge_pl.runtime.names import did_you_mean, name_list
 from safemerge_pl.scoring.rows import measure_references, require_published
 from safemerge_pl.scoring.scorer import Scorer
 from safemerge_pl.scoring.weights import swapped_weights
@@ -67,7 +69,15 @@ class StudyRow:
         Raises:
             MisconfigurationException: if the method has no such setting, or refuses a value.
         """
-        for values in itertools.product(*self.vary.values()):
+        grid = [each if isinstance(each, (list, tuple)) else [each] for each in self.vary.values()]
+        settings = list(self.method.settings())
+        for name in (*self.vary, *(name for given in self.at.values() for name in given)):
+            if name not in settings:
+                raise MisconfigurationException(
+                    f"row '{self.label}': {type(self.method).__name__} has no setting '{name}'; "
+                    f"{did_you_mean(name, settings)}"
+                )
+        for values in itertools.product(*grid):
             varied = dict(zip(self.vary, values, strict=True))
             changes = {**self.at.get(stream, {}), **varied}
             try:
@@ -119,13 +129,13 @@ class Study:
         streams: dict[str, StreamDataModule],
         rows: list[StudyRow],
         experts: str | list[str] | dict[str, str] = "zoo",
-        orders: list[int | None] | None = None,
+        orders: list[int | None] | int | None = None,
         figures: list[StudyFigure] | None = None,
         folder: str = "runs/study",
         title: str = "Study",
         pretrained: bool = True,
         individual: bool = True,
-        sets: list[str] | None = None,
+        sets: list[str] | str | None = None,
         overhead: bool = False,
         jobs: int = 1,
         device: str = "cpu",
@@ -137,8 +147,8 @@ class Study:
                 f"`rows` must be distinct and not empty, got {', '.join(labels) or 'none'}."
             )
         self.backbone, self.streams, self.rows, self.experts = backbone, streams, rows, experts
-        self.orders: list[int | None] = [None] if orders is None else orders
-        self.figures, self.sets = figures or [], sets or []
+        self.orders: list[int | None] = [orders] if orders is None or isinstance(orders, int) else list(orders)
+        self.figures, self.sets = figures or [], [] if sets is None else name_list(sets, "sets")
         self.folder, self.title, self.overhead = local_path(folder), title, overhead
         if jobs < 1:
             raise MisconfigurationException(f"`jobs` must be at least 1, got {jobs}.")
@@ -171,6 +181,12 @@ class Study:
             raise MisconfigurationException(f"`sets`: no stream has a set {', '.join(unknown)}.")
         for data in self.streams.values():
             require_published(data, "pretrained", {}, self.assert_scores)
+        for row in self.rows:
+            stray = next((name for name in row.at if name not in self.streams), None)
+            if stray is not None:
+                raise MisconfigurationException(
+                    f"row '{row.label}', `at`: the study has no stream '{stray}'; {did_you_mean(stray, self.streams)}"
+                )
         self.sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
         blank = pickle.dumps(self) if self.jobs > 1 else b""  # for other processes, before anything is loaded
         self._load()
@@ -232,7 +248,7 @@ class Study:
         scores = "  ".join(f"{key} {100 * result[key]:.1f}" for key in SCORES if key in result)
         varied = "".join(f" {key}={value}" for key, value in cell.varied.items())
         where = f"{cell.row}{varied}, {cell.stream} tasks, order {cell.order}"
-        print(f"{index + 1:>4}/{len(cells)} {where}  {scores}  ({note})", flush=True)
+        say(f"{index + 1:>4}/{len(cells)} {where}  {scores}  ({note})")
 
     def _measure(self, cell: Cell, scorer: Scorer) -> dict[str, Any]:
         """Merge one stream; score each task when it is merged, and everything at the end."""
@@ -281,7 +297,7 @@ class Study:
 
         def on_row(what: str, row: dict[str, Any]) -> None:
             if "acc" in row:
-                print(f"{what}: {100 * row['acc']:.1f}", flush=True)
+                say(f"{what}: {100 * row['acc']:.1f}")
 
         measure_references(
             scorer,

@@ -26,6 +26,7 @@ from safemerge_pl.architectures.families import (
     tower,
     unknown_fusion,
 )
+from safemerge_pl.runtime.names import name_list
 
 __all__ = [
     "MergeLayer",
@@ -81,7 +82,7 @@ class MergeLayer:
 
 
 def select_layers(
-    shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] | None = None, scope: Scope = "selected"
+    shapes: Mapping[str, Sequence[int]], patterns: str | Sequence[str] | None = None, scope: Scope = "selected"
 ) -> list[MergeLayer]:
     """Choose the matrices to merge: attention projections and the first feed-forward matrix, as the paper does.
 
@@ -107,6 +108,7 @@ def select_layers(
     """
     if scope == "none":
         return []
+    patterns = None if patterns is None else name_list(patterns, "layers")
     everything = patterns is not None or scope in ("linear", "matrix")
     found = {
         name: _layers_of(name, shapes, keep_unknown=everything, wide=everything or scope != "selected")

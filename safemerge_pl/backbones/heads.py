@@ -9,6 +9,7 @@ from torch.nn.functional import normalize
 
 from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.runtime.disk_cache import cache_file, cache_folder, load_tensor, save_tensor
+from safemerge_pl.runtime.names import name_list
 
 __all__ = ["zero_shot_head"]
 
@@ -18,7 +19,7 @@ FEW_TEXTS = 1024
 
 @torch.no_grad()
 def zero_shot_head(
-    backbone: Backbone, classes: Sequence[str], templates: Sequence[str], *, batch_size: int = 512
+    backbone: Backbone, classes: str | Sequence[str], templates: str | Sequence[str], *, batch_size: int = 512
 ) -> Tensor:
     """One unit vector per class: text features normalised, averaged over templates, normalised again.
 
@@ -37,6 +38,7 @@ def zero_shot_head(
     Raises:
         ValueError: if there is no class or no template, or a template lacks ``{}``.
     """
+    classes, templates = name_list(classes, "classes"), name_list(templates, "templates")
     if not classes or not templates:
         raise ValueError(f"a head needs classes and templates, got {len(classes)} and {len(templates)}.")
     for template in templates:

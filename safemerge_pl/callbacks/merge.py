@@ -1,5 +1,6 @@
 """The callback that folds the next fine-tuned model into the module at each task boundary."""
 
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -26,6 +27,7 @@ from safemerge_pl.folding.processes import Processes
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge
+from safemerge_pl.runtime.names import refuse_unknown
 from safemerge_pl.scoring.tags import tag_scores
 
 __all__ = ["MergeCallback"]
@@ -65,7 +67,7 @@ class MergeCallback(L.Callback):
         **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Raises:
-        ValueError: if the options contradict each other.
+        ValueError: if the options contradict each other, or there is none of a name.
         MisconfigurationException: before the first step, for a strategy that shards weights, half-precision weights,
             or an expert that is missing or does not fit; all problems in one message, before anything is changed.
     """
@@ -74,7 +76,7 @@ class MergeCallback(L.Callback):
         self,
         method: MergeMethod | None = None,
         experts: str | list[str] | dict[str, str] = "zoo",
-        layers: list[str] | None = None,
+        layers: list[str] | str | None = None,
         module_attr: str | None = None,
         device: str = "auto",
         on_mismatch: Mismatch = "error",
@@ -82,6 +84,7 @@ class MergeCallback(L.Callback):
         **live: Unpack[LiveOptions],
     ) -> None:
         super().__init__()
+        refuse_unknown(live, _options_of(type(self)), f"{type(self).__name__} has no option")
         method = SafeMerge() if method is None else method
         self.part = MergePart(method, layers, module_attr, device, on_mismatch, max_response)
         self._restored: dict[str, Any] | None = None
@@ -293,3 +296,15 @@ class MergeCallback(L.Callback):
         for callback in callbacks:
             if hasattr(callback, "on_merge_scored"):
                 callback.on_merge_scored(trainer, pl_module, self, scores)
+
+
+def _options_of(kind: type[MergeCallback]) -> list[str]:
+    """Names of everything that a callback can be given: its own options, and those for merging in a loop."""
+    own = [
+        parameter.name
+        for base in kind.__mro__
+        if issubclass(base, MergeCallback) and "__init__" in vars(base)
+        for parameter in inspect.signature(base.__init__).parameters.values()
+        if parameter.name != "self" and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    return list(dict.fromkeys([*own, *LiveOptions.__annotations__]))

@@ -34,11 +34,11 @@ class LiveOptions(TypedDict, total=False):
 
     epochs_per_task: int
     boundary: str | Callable[[L.Trainer], bool]
-    tasks: list[str]
+    tasks: list[str] | str
     restart_from: RestartFrom
     rest: Rest
     pretrained: str
     metric: str
     score: Score
-    controls: list[str]
+    controls: list[str] | str
     output: str

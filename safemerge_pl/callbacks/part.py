@@ -41,7 +41,7 @@ class MergePart:
     """
 
     method: MergeMethod
-    layers: Sequence[str] | None = None
+    layers: str | Sequence[str] | None = None
     module_attr: str | None = None
     device: str = "auto"
     on_mismatch: Mismatch = "error"

@@ -1,7 +1,8 @@
 """Progress of a merge stream: a bar during folding and scoring, and one permanent line per task."""
 
+import sys
 import time
-from typing import Any
+from typing import Any, TextIO, cast
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
@@ -9,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
+from safemerge_pl.runtime.console import Tolerant, say
 from safemerge_pl.runtime.progress import FoldProgress
 
 __all__ = ["StreamProgress"]
@@ -40,7 +42,7 @@ class StreamProgress(ProgressBar):
         if self._live is not None:
             self._live.console.print(*args, highlight=False)
         else:
-            print(*args, flush=True)
+            say(*args)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say what is coming."""
@@ -114,7 +116,7 @@ class StreamProgress(ProgressBar):
         from rich.progress import Progress
 
         self._start = time.perf_counter()
-        console = Console()
+        console = Console(file=cast(TextIO, Tolerant(sys.stdout)))
         if self._enabled and console.is_terminal:
             self._live = Progress(console=console, transient=True)
             self._bar = self._live.add_task("scoring", total=total)

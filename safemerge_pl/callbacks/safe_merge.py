@@ -60,13 +60,15 @@ class SAFEMergeCallback(MergeCallback):
         use_mask: bool = True,
         use_recovery: bool = True,
         seed: int = 0,
-        layers: list[str] | None = None,
+        layers: list[str] | str | None = None,
         module_attr: str | None = None,
         device: str = "auto",
         on_mismatch: Mismatch = "error",
         max_response: MaxResponse = "auto",
         **live: Unpack[LiveOptions],
     ) -> None:
+        if "method" in live:
+            raise ValueError("SAFEMergeCallback merges by SAFE-Merge; give `method` to MergeCallback instead.")
         method = SafeMerge(
             keep_ratio=keep_ratio,
             scoring_rank=scoring_rank,

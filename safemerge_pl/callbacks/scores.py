@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.metrics import AccuracyMatrix
+from safemerge_pl.runtime.names import name_list
 from safemerge_pl.scoring.weights import evaluating
 
 __all__ = ["Score", "StreamScores"]
@@ -27,12 +28,12 @@ class StreamScores:
         controls: names of held-out sets in either.
     """
 
-    def __init__(self, metric: str | None, score: Score | None, controls: Sequence[str]) -> None:
+    def __init__(self, metric: str | None, score: Score | None, controls: str | Sequence[str]) -> None:
         if metric is not None and score is not None:
             raise ValueError("give `metric` or `score`, not both.")
         if controls and metric is None and score is None:
             raise ValueError("`controls` needs `metric` or `score`, which measure them.")
-        self.metric, self.score, self.controls = metric, score, tuple(controls)
+        self.metric, self.score, self.controls = metric, score, tuple(name_list(controls, "controls"))
         self.rows: list[dict[str, float]] = []
         self.seconds: float | None = None  # that `score` took last
 

@@ -23,7 +23,7 @@ __all__ = ["check_stream", "run"]
 
 def run() -> None:
     """List facts and problems of a configuration; exits with 1 if there is a problem."""
-    sys.argv = [sys.argv[0], *sys.argv[2:]]  # LightningCLI knows no verb here
+    sys.argv = [sys.argv[0], "fit", *sys.argv[2:]]  # it takes what `fit` takes, and what `fit` wrote
     cli = build_cli(run=False)
     merge = MergeCallback.of(cli.trainer)
     if merge is None:

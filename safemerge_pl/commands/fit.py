@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from safemerge_pl.callbacks import MergedModelWriter, MethodComparison, ReferenceRows, StreamProgress, StreamReport
+from safemerge_pl.commands.parsers import Hints
 from safemerge_pl.commands.remarks import silence_known_warnings
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.runtime.files import local_path
 
 __all__ = ["SafeMergeCLI", "build_cli", "last_checkpoint", "run"]
 
@@ -20,6 +23,10 @@ __all__ = ["SafeMergeCLI", "build_cli", "last_checkpoint", "run"]
 def run() -> None:
     """Do what the command line says; its first word is the verb."""
     build_cli()
+
+
+class _Parser(Hints, LightningArgumentParser):
+    """LightningCLI's, with the name that was meant."""
 
 
 class SafeMergeCLI(LightningCLI):
@@ -60,6 +67,10 @@ class SafeMergeCLI(LightningCLI):
             callbacks = [*callbacks, StreamProgress()]
         return super()._instantiate_trainer(config, callbacks)
 
+    def before_instantiate_classes(self) -> None:
+        """Expand ``~`` also in the paths of loggers and other classes that leave it as it is."""
+        expand_home(self.config)
+
     def before_fit(self) -> None:
         """Find the checkpoint that ``--ckpt_path last`` means."""
         config = self.config_init["fit"]
@@ -68,19 +79,28 @@ class SafeMergeCLI(LightningCLI):
             print(f"resuming from {config['ckpt_path']}")
 
 
+class _OnlyBuilt(SafeMergeCLI):
+    """Reads the same options and configurations, builds the same objects, and does nothing with them."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Leave it at that."""
+
+
 def build_cli(*, run: bool = True) -> SafeMergeCLI:
-    """Read the command line.
+    """Read the command line, whose first word is a verb.
 
     Args:
-        run: expect a verb and do it; else only build module, data and trainer.
+        run: do what the verb says; else only build module, data and trainer.
     """
     silence_known_warnings()
-    return SafeMergeCLI(
+    kind = SafeMergeCLI if run else _OnlyBuilt
+    return kind(
         ContinualMergeModule,
         StreamDataModule,
         subclass_mode_data=True,
         seed_everything_default=42,
         auto_configure_optimizers=False,
+        parser_class=_Parser,
         save_config_kwargs={"overwrite": True},
         trainer_defaults={
             "log_every_n_steps": 1,
@@ -89,7 +109,6 @@ def build_cli(*, run: bool = True) -> SafeMergeCLI:
             "use_distributed_sampler": False,
             "enable_model_summary": False,
         },
-        run=run,
     )
 
 
@@ -107,6 +126,21 @@ def last_checkpoint(trainer: L.Trainer) -> Path:
             f"no checkpoint under {root}: leave out --ckpt_path to start from the beginning."
         )
     return found[-1]
+
+
+def expand_home(config: Any) -> None:
+    """Expand ``~`` in every string of a configuration that starts with ``~/``, wherever it stands.
+
+    Args:
+        config: namespaces, mappings and lists in each other; changed in place.
+    """
+    content = vars(config) if isinstance(config, Namespace) else config
+    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in list(entries):
+        if isinstance(value, str) and value.startswith("~/"):
+            content[key] = str(local_path(value))
+        else:
+            expand_home(value)
 
 
 def _require_all_processes(trainer: L.Trainer) -> None:

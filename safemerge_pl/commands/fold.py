@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser
-
 from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.fit import Fitted
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
+from safemerge_pl.commands.parsers import HintingParser
 from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
@@ -25,6 +24,7 @@ from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.names import name_list
 from safemerge_pl.runtime.progress import FoldProgress
 
 __all__ = ["fold_once", "run"]
@@ -40,7 +40,7 @@ def fold_once(
     merged: str | None = None,
     method: MergeMethod | None = None,
     task: list[str] | str | None = None,
-    layers: list[str] | None = None,
+    layers: list[str] | str | None = None,
     dtype: OutputDtype = "same",
     device: str = "cpu",
     on_mismatch: Mismatch = "error",
@@ -78,7 +78,7 @@ def fold_once(
     Raises:
         CheckpointError: if anything does not fit; the output is then as it was.
     """
-    sources = [incoming] if isinstance(incoming, str) else list(incoming)
+    sources = name_list(incoming, "incoming")
     tasks = _tasks(task, sources)
     parse_size(max_shard_size)
     options: dict[str, Any] = {"layers": layers, "device": device, "on_mismatch": on_mismatch}
@@ -134,7 +134,7 @@ def _tasks(task: list[str] | str | None, sources: Sequence[str]) -> list[str]:
     """A name for each incoming model."""
     if not sources:
         raise CheckpointError("`incoming` is empty: name at least one model.")
-    names = [_name(source) for source in sources] if task is None else [task] if isinstance(task, str) else list(task)
+    names = [_name(source) for source in sources] if task is None else name_list(task, "task")
     if len(names) != len(sources):
         raise CheckpointError(f"`task` has {len(names)} names for {len(sources)} incoming models; give one for each.")
     folded = [name.casefold() for name in names]
@@ -168,7 +168,7 @@ def _inputs(pretrained: str, sources: Sequence[str], merged: str | None, output:
 
 def run() -> None:
     """Fold one model or several, from command line options."""
-    parser = ArgumentParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
+    parser = HintingParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
     parser.add_argument("--config", "-c", action="config")
     parser.add_function_arguments(fold_once, skip={"progress"})
     arguments = sys.argv[2:]

@@ -2,8 +2,7 @@
 
 import sys
 
-from jsonargparse import ArgumentParser
-
+from safemerge_pl.commands.parsers import HintingParser
 from safemerge_pl.commands.remarks import silence_known_warnings
 from safemerge_pl.study import Study
 
@@ -13,7 +12,7 @@ __all__ = ["run"]
 def run() -> None:
     """Run the study that a configuration describes."""
     silence_known_warnings()
-    parser = ArgumentParser(prog="safemerge study", description="Orders x methods x settings, to tables and figures.")
+    parser = HintingParser(prog="safemerge study", description="Orders x methods x settings, to tables and figures.")
     parser.add_argument("--config", "-c", action="config")
     parser.add_class_arguments(Study)
     config = parser.instantiate_classes(parser.parse_args(sys.argv[2:]))

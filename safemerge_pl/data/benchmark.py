@@ -40,8 +40,8 @@ class CLIPBenchmarkData(StreamDataModule):
 
     def __init__(
         self,
-        tasks: int | list[str] = 8,
-        controls: list[str] | None = None,
+        tasks: int | list[str] | str = 8,
+        controls: list[str] | str | None = None,
         order_seed: int | None = None,
         batch_size: int = 128,
         num_workers: int = 4,
@@ -53,7 +53,7 @@ class CLIPBenchmarkData(StreamDataModule):
         any_size: bool = False,
         published: str | None = None,
     ) -> None:
-        held_out = list(CONTROLS) if controls is None else controls
+        held_out: str | list[str] = list(CONTROLS) if controls is None else controls
         super().__init__(stream_of(tasks), held_out, order_seed, batch_size, num_workers)
         if limit is not None and limit < 1:
             raise ValueError(f"`limit` must be at least 1, got {limit}.")

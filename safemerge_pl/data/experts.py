@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.checkpoints.open import Source
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.names import name_list
 from safemerge_pl.zoo import FILES
 
 __all__ = ["Experts", "find_experts"]
@@ -16,7 +17,7 @@ Experts = str | Sequence[str] | Mapping[str, Any]
 """``"zoo"``, a folder, a path with ``{task}``, a list of these, or a mapping from task to model."""
 
 
-def find_experts(experts: Experts, tasks: Sequence[str]) -> dict[str, Source]:
+def find_experts(experts: Experts, tasks: str | Sequence[str]) -> dict[str, Source]:
     """The model of each task, in the order of ``tasks``.
 
     Raises:
@@ -26,6 +27,7 @@ def find_experts(experts: Experts, tasks: Sequence[str]) -> dict[str, Source]:
         >>> find_experts("zoo", ["mnist"])["mnist"].name, find_experts({"a": "some/folder"}, ["a"])
         ('mnist', {'a': 'some/folder'})
     """
+    tasks = name_list(tasks, "tasks")
     if isinstance(experts, Mapping):
         missing = [task for task in tasks if task not in experts]
         if missing:
@@ -33,7 +35,7 @@ def find_experts(experts: Experts, tasks: Sequence[str]) -> dict[str, Source]:
                 f"`experts` names no model for {', '.join(missing)}; it has {', '.join(map(str, experts))}."
             )
         return {task: experts[task] for task in tasks}
-    places = [experts] if isinstance(experts, str) else list(experts)
+    places = name_list(experts, "experts")
     found: dict[str, Source] = {}
     problems = []
     for task in tasks:

@@ -11,6 +11,7 @@ from typing import Any
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.data.texts import TextSet
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.names import name_list
 
 __all__ = ["GLUEData"]
 
@@ -39,8 +40,8 @@ class GLUEData(StreamDataModule):
 
     def __init__(
         self,
-        tasks: list[str] | None = None,
-        controls: list[str] | None = None,
+        tasks: list[str] | str | None = None,
+        controls: list[str] | str | None = None,
         order_seed: int | None = None,
         batch_size: int = 32,
         folder: str | None = None,
@@ -50,8 +51,8 @@ class GLUEData(StreamDataModule):
         num_workers: int = 0,
     ) -> None:
         about = _about()
-        names = about["tasks"] if tasks is None else tasks
-        held_out = about["controls"] if controls is None else controls
+        names = about["tasks"] if tasks is None else name_list(tasks, "tasks")
+        held_out = about["controls"] if controls is None else name_list(controls, "controls")
         unknown = [name for name in (*names, *held_out) if name not in about["sets"]]
         if unknown:
             raise ValueError(f"GLUE has no set '{unknown[0]}' here; there are {', '.join(about['sets'])}.")

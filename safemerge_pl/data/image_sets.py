@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.names import name_list
 
 __all__ = ["CONTROLS", "TASKS", "SetSpec", "find_spec", "find_templates", "stream_of"]
 
@@ -111,7 +112,7 @@ def find_spec(name: str, folder: str | Path | None = None) -> SetSpec:
     raise ValueError(f"there is no image set '{name}'; {hint}")
 
 
-def stream_of(tasks: Sequence[str] | int) -> list[str]:
+def stream_of(tasks: str | Sequence[str] | int) -> list[str]:
     """Names of the paper's stream of 8, 14 or 20 tasks, or the names given.
 
     Example:
@@ -119,7 +120,7 @@ def stream_of(tasks: Sequence[str] | int) -> list[str]:
         ('sun397', 14, ['dtd'])
     """
     if not isinstance(tasks, int):
-        return list(tasks)
+        return name_list(tasks, "tasks")
     if tasks not in (8, 14, 20):
         raise ValueError(f"the paper's streams have 8, 14 and 20 tasks, not {tasks}; name the tasks instead.")
     return list(TASKS[:tasks])

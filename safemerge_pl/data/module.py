@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.data.labelled import LabelledSet
 from safemerge_pl.data.stream import TaskStream
+from safemerge_pl.runtime.names import name_list
 
 __all__ = ["ExactShard", "StreamDataModule", "as_it_is"]
 
@@ -34,8 +35,8 @@ class StreamDataModule(L.LightningDataModule, ABC):
 
     def __init__(
         self,
-        tasks: Sequence[str],
-        controls: Sequence[str] = (),
+        tasks: str | Sequence[str],
+        controls: str | Sequence[str] = (),
         order_seed: int | None = None,
         batch_size: int = 128,
         num_workers: int = 0,
@@ -45,7 +46,7 @@ class StreamDataModule(L.LightningDataModule, ABC):
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         self.stream = TaskStream(tasks, order_seed)
-        self.controls = tuple(controls)
+        self.controls = tuple(name_list(controls, "controls"))
         twins = set(self.controls) & set(self.stream)
         if twins or len(set(self.controls)) < len(self.controls):
             raise ValueError(f"`controls` must be distinct and no tasks, got {', '.join(self.controls)}.")
@@ -100,10 +101,10 @@ class StreamDataModule(L.LightningDataModule, ABC):
         """Loaders of all tasks and control sets."""
         return self.loaders((*self.stream, *self.controls))
 
-    def loaders(self, names: Sequence[str]) -> list[DataLoader[Any]]:
+    def loaders(self, names: str | Sequence[str]) -> list[DataLoader[Any]]:
         """One loader per set; remembers the names in ``eval_names``."""
-        self.eval_names = tuple(names)
-        return [self.loader(name) for name in names]
+        self.eval_names = tuple(name_list(names, "names"))
+        return [self.loader(name) for name in self.eval_names]
 
     def loader(self, name: str, backbone: Backbone | None = None) -> DataLoader[Any]:
         """Batches of one set, shared out exactly among the trainer's processes.

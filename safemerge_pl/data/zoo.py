@@ -3,6 +3,7 @@
 from safemerge_pl.data.images import ImageSet
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.names import name_list
 from safemerge_pl.zoo import Zoo
 
 __all__ = ["ZooData"]
@@ -25,15 +26,15 @@ class ZooData(StreamDataModule):
 
     def __init__(
         self,
-        tasks: list[str] | int | None = None,
-        controls: list[str] | None = None,
+        tasks: list[str] | int | str | None = None,
+        controls: list[str] | str | None = None,
         order_seed: int | None = None,
         batch_size: int = 128,
         extra_zoo: str | None = None,
     ) -> None:
         self.zoo = Zoo(None if extra_zoo is None else local_path(extra_zoo))
-        names = self.zoo.tasks(tasks) if tasks is None or isinstance(tasks, int) else tasks
-        probes = self.zoo.controls if controls is None else controls
+        names = self.zoo.tasks(tasks) if tasks is None or isinstance(tasks, int) else name_list(tasks, "tasks")
+        probes = self.zoo.controls if controls is None else name_list(controls, "controls")
         for name in (*names, *probes):
             self.zoo.describe(name)
         super().__init__(names, probes, order_seed, batch_size, keep_in_memory=True)

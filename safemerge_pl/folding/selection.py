@@ -17,6 +17,7 @@ from safemerge_pl.architectures.layers import (
 from safemerge_pl.checkpoints.tensors import Checkpoint, is_floating, tied_names
 from safemerge_pl.folding.stacks import plan_stacks
 from safemerge_pl.methods.base import MergeMethod
+from safemerge_pl.runtime.names import name_list
 
 __all__ = ["MergePlan", "plan_merge"]
 
@@ -74,7 +75,7 @@ class MergePlan:
         return _FLOAT32 * (3 * self.entries + 8 * stack)
 
 
-def plan_merge(checkpoint: Checkpoint, method: MergeMethod, patterns: Sequence[str] | None = None) -> MergePlan:
+def plan_merge(checkpoint: Checkpoint, method: MergeMethod, patterns: str | Sequence[str] | None = None) -> MergePlan:
     """Find what a method merges of a model, from headers alone.
 
     Args:
@@ -97,6 +98,7 @@ def plan_merge(checkpoint: Checkpoint, method: MergeMethod, patterns: Sequence[s
         >>> [unit.name for unit in plan.layers], [unit.name for unit in plan.others], plan.entries
         (['model.0.up'], ['h.0.ln_1.bias'], 18)
     """
+    patterns = None if patterns is None else name_list(patterns, "layers")
     aliases = tied_names(checkpoint)
     mergeable = _find_mergeable(checkpoint, aliases)
     layers = select_layers(mergeable, patterns, method.scope)

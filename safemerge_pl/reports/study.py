@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safemerge_pl.functional import SCORES
+from safemerge_pl.runtime.console import say
 from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import write_figure, write_json, write_text
+from safemerge_pl.runtime.names import name_list
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +38,11 @@ class StudyFigure:
     y: list[str]
     rows: list[str] | None = None
     title: str = ""
+
+    def __post_init__(self) -> None:
+        """Take one name for a list of one."""
+        self.y = name_list(self.y, "y")
+        self.rows = None if self.rows is None else name_list(self.rows, "rows")
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,7 @@ def write_study(results: StudyResults, folder: Path) -> None:
     write_json(folder / "study.json", {**content, "cells": results.cells, "environment": environment()})
     for figure in results.figures:
         _draw(results, figure, found, folder)
-    print(f"\n{markdown(results)}\ntables and figures: {folder}")
+    say(f"\n{markdown(results)}\ntables and figures: {folder}")
 
 
 def _draw(results: StudyResults, figure: StudyFigure, found: list[Aggregate], folder: Path) -> None:

@@ -4,8 +4,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.names import did_you_mean
 
-__all__ = ["config_folder", "resolve_configs"]
+__all__ = ["append_repeated", "config_folder", "resolve_configs"]
+
+_LISTS = (
+    "incoming",
+    "task",
+    "tasks",
+    "controls",
+    "layers",
+    "experts",
+    "orders",
+    "sets",
+    "rows",
+    "figures",
+    "y",
+    "callbacks",
+)
+"""Options that take a list, wherever they stand in a configuration."""
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -30,6 +47,9 @@ def resolve_configs(argv: Sequence[str]) -> list[str]:
     Returns:
         The arguments with every ``--config NAME``, ``-c NAME`` and ``--config=NAME`` resolved.
 
+    Raises:
+        ValueError: if there is no such file in either place, with the nearest name of those that come along.
+
     Example:
         >>> Path(resolve_configs(["fit", "--config", "quickstart.yaml"])[2]).parent.name
         'configs'
@@ -43,9 +63,40 @@ def resolve_configs(argv: Sequence[str]) -> list[str]:
     return resolved
 
 
+def append_repeated(argv: Sequence[str]) -> list[str]:
+    """Let a list option that is given several times mean all of its values; any other option keeps its last one.
+
+    Args:
+        argv: arguments of a command line.
+
+    Returns:
+        The arguments with ``--option+`` (append) in the place of every ``--option`` but the first.
+
+    Example:
+        >>> append_repeated(["fold", "--incoming", "a", "--incoming=b", "--dtype", "same", "--dtype", "float32"])
+        ['fold', '--incoming', 'a', '--incoming+=b', '--dtype', 'same', '--dtype', 'float32']
+    """
+    appended, seen = [], set()
+    for argument in argv:
+        option, equals, value = argument.partition("=")
+        name = option.removesuffix("+")
+        if name.startswith("--") and name.rpartition(".")[2].lstrip("-") in _LISTS:
+            argument = f"{name}+{equals}{value}" if name in seen else argument
+            seen.add(name)
+        appended.append(argument)
+    return appended
+
+
 def _find_config(name: str) -> str:
     local = local_path(name)
     if local.exists():
         return str(local)
     packaged = config_folder() / name
-    return str(packaged) if packaged.is_file() else name
+    if packaged.is_file():
+        return str(packaged)
+    if any(letter in name for letter in "{:\n"):  # a configuration itself, in place of the name of one
+        return name
+    known = sorted(path.name for path in config_folder().glob("*.yaml"))
+    raise ValueError(
+        f"there is no configuration {name} here, and none of this name comes along; {did_you_mean(name, known)}"
+    )

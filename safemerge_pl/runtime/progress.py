@@ -3,7 +3,9 @@
 import sys
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO, cast
+
+from safemerge_pl.runtime.console import Tolerant, say
 
 __all__ = ["FoldProgress"]
 
@@ -37,7 +39,7 @@ class FoldProgress:
         elif now - self._last >= self.every:
             self._last = now
             left = (now - self._start) * (total - done) / done
-            print(f"{task}: {done / total:.0%} merged, about {left:.0f} s left", file=sys.stderr, flush=True)
+            say(f"{task}: {done / total:.0%} merged, about {left:.0f} s left", error=True)
 
     def _show(self, task: str, done: int, total: int) -> None:
         from rich.console import Console
@@ -46,7 +48,7 @@ class FoldProgress:
         if self._bar is None:
             if time.monotonic() - self._start < self.after:
                 return
-            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar = Progress(console=Console(file=cast(TextIO, Tolerant(sys.stderr))), transient=True)
             self._bar.add_task(f"folding {task}", total=total)
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=done)

@@ -1,11 +1,16 @@
 """Shipped configurations are found by their bare name."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 
+from safemerge_pl import data, study
+from safemerge_pl.callbacks import MergeCallback, SAFEMergeCallback
+from safemerge_pl.callbacks.options import LiveOptions
+from safemerge_pl.commands.fold import fold_once
 from safemerge_pl.runtime import configs
-from safemerge_pl.runtime.configs import config_folder, resolve_configs
+from safemerge_pl.runtime.configs import append_repeated, config_folder, resolve_configs
 
 
 def test_a_local_config_wins_over_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +24,45 @@ def test_a_local_config_wins_over_the_packaged_one(tmp_path: Path, monkeypatch: 
     ]
     Path("tiny.yaml").write_text("mine: 1")
     assert resolve_configs(["fit", "--config", "tiny.yaml"])[2] == "tiny.yaml"
-    assert resolve_configs(["fit", "--config", "none.yaml"])[2] == "none.yaml"
+    assert resolve_configs(["fit", "--config", "model: {a: 1}"])[2] == "model: {a: 1}"
+
+
+@pytest.mark.parametrize("name", ["quickstrat.yaml", "quickstart", "quickstrat", "~/quickstart.yml"])
+def test_a_configuration_that_is_nowhere_is_refused_with_the_nearest_name(name: str) -> None:
+    for arguments in (["--config", name], ["-c", name], [f"--config={name}"]):
+        with pytest.raises(ValueError, match=r"there is no configuration .*; did you mean 'quickstart\.yaml'\?"):
+            resolve_configs(["fit", *arguments])
+
+
+def test_a_configuration_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind ``=`` the shell leaves the tilde alone."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("a: 1")
+    assert resolve_configs(["fit", "--config=~/mine.yaml"])[1] == f"--config={tmp_path / 'mine.yaml'}"
+
+
+def test_every_public_option_that_takes_a_list_appends() -> None:
+    """Else of ``--layers a --layers b`` only the last would count, without a word."""
+    kinds = [SAFEMergeCallback, MergeCallback, study.Study, study.StudyFigure, fold_once]
+    kinds += [getattr(data, name) for name in data.__all__]
+    lists = {name for kind in kinds for name, kept in inspect.signature(kind).parameters.items() if _is_list(kept)}
+    lists |= {name for name, kept in LiveOptions.__annotations__.items() if "list[" in str(kept)}
+    assert lists <= set(configs._LISTS)
+    assert {"incoming", "layers", "tasks", "controls", "orders", "sets", "experts"} <= lists
+
+
+def _is_list(parameter: inspect.Parameter) -> bool:
+    return "list[" in str(parameter.annotation).partition("dict[")[0]
+
+
+def test_an_option_that_is_given_again_is_appended_once() -> None:
+    """Also in the processes that DDP starts with the same arguments; a single value is not touched."""
+    given = ["fit", "--data.init_args.tasks", "a", "--data.init_args.tasks=b", "--trainer.max_epochs", "1"]
+    once = append_repeated(given)
+    assert once[3] == "--data.init_args.tasks+=b"
+    assert append_repeated(once) == once
+    assert append_repeated(["fold", "--layers+", "a", "--layers", "b"])[3] == "--layers+"
+    assert append_repeated(["fold", "--layers", "a", "--config", "c", "--config", "d"])[-2] == "--config"
 
 
 def test_an_installed_package_reads_its_own_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,75 @@
+"""Parsers that say which option was meant where there is none of the name given."""
+
+import difflib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+
+__all__ = ["HintingParser", "Hints"]
+
+
+class Hints:
+    """Adds the nearest right name to what a parser says of a wrong one; mixed into a parser of jsonargparse."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say it and exit with 2, as every parser does."""
+        options = [name for name in getattr(self, "_option_string_actions", {}) if name.startswith("--")]
+        try:
+            hints = list(dict.fromkeys(_hints(message, options)))
+        except Exception:  # whatever somebody's class does when it is looked at, the message itself must be seen
+            hints = []
+        super().error("\n  ".join([message, *hints]), ex)  # type: ignore[misc]
+        raise AssertionError("a parser's error exits")
+
+
+class HintingParser(Hints, ArgumentParser):
+    """A parser of a verb that is not LightningCLI's."""
+
+
+def _hints(message: str, options: list[str]) -> Iterator[str]:
+    """What was probably meant by each name that a message finds fault with."""
+    for path, option in re.findall(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
+        yield from _nearest(option, _accepted(_imported(path)))
+    for option in re.findall(r"unrecognized arguments: (--[\w.]+)", message):
+        yield from _nearest(option, options)
+    of_class = "class_path '" in message
+    for option in [] if of_class else re.findall(r"Option '([\w.]+)' is not accepted", message):
+        yield from (hint.replace("'--", "'") for hint in _nearest(f"--{option}", options))
+    for name in re.findall(r"Expected a dot import path string: ([\w.]+)", message):
+        for base in re.findall(r"<class '([\w.]+)'>", message):
+            yield from _nearest(name, [kind.__name__ for kind in _below(_imported(base))])
+
+
+def _nearest(name: str, known: list[str]) -> Iterator[str]:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    yield from (f"Did you mean '{found}' by '{name.removeprefix('--')}'?" for found in close)
+
+
+def _imported(path: str) -> Any:
+    """A class by its dotted path, if its module is imported already; nothing is imported here."""
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _accepted(kind: Any) -> list[str]:
+    """Options of a class, those behind ``**`` as well, and of our classes derived from it.
+
+    A parser that was given a single option of a callback, without its class, tells of the base class alone.
+    """
+    if not isinstance(kind, type):
+        return []
+    found = []
+    for each in (kind, *(below for below in _below(kind) if below.__module__.startswith("safemerge_pl."))):
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(each, fail_untyped=False)
+        found += [action.dest for action in parser._actions]
+    return found
+
+
+def _below(kind: Any) -> list[type]:
+    """All classes derived from one."""
+    found = kind.__subclasses__() if isinstance(kind, type) and kind is not type else []
+    return [*found, *(deeper for each in found for deeper in _below(each))]

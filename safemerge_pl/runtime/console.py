@@ -1,0 +1,52 @@
+"""Print on whatever console there is: a name that it cannot show must not fail a job that is done."""
+
+import contextlib
+import sys
+from typing import Any, TextIO
+
+__all__ = ["Tolerant", "say", "tolerate_names"]
+
+
+class Tolerant:
+    r"""A text stream that writes escapes for the characters that it cannot show; all else is the stream's own.
+
+    Args:
+        stream: where to; a console in cp1252 or ASCII, say.
+
+    Example:
+        >>> import io
+        >>> console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        >>> _ = Tolerant(console).write("a \u6a21 b")
+        >>> console.flush()
+        >>> console.buffer.getvalue()
+        b'a \\u6a21 b'
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text, all of it, in one form or the other."""
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding or "ascii"
+            return self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def say(*parts: object, error: bool = False) -> None:
+    """Print a line at once, on standard output or standard error."""
+    stream = sys.stderr if error else sys.stdout
+    if stream is not None:  # a program without a console has none
+        print(*parts, file=Tolerant(stream), flush=True)
+
+
+def tolerate_names() -> None:
+    """Let everything that this process prints, also what other libraries print, pass on any console."""
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) in ("strict", "surrogateescape"):
+            with contextlib.suppress(AttributeError, ValueError):  # a stream that somebody put in its place
+                stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
