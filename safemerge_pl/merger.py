@@ -29,7 +29,13 @@ from safemerge_pl.folding.store import DiskTensors
 from safemerge_pl.maths.response import bounded_scale
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
-from safemerge_pl.methods.saved import describe_method, rebuild_method, require_plain_settings, require_same_method, restore_method
+from safemerge_pl.methods.saved import (
+    describe_method,
+    rebuild_method,
+    require_plain_settings,
+    require_same_method,
+    restore_method,
+)
 from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
 from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
