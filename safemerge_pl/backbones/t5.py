@@ -146,8 +146,8 @@ class T5Backbone(Backbone):
 def _own_head(folder: Path) -> bool:
     """Whether a model's configuration says that its output head is not the embedding."""
     try:
-        settings = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        settings = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder} has no readable config.json; give the folder of a whole T5 model.") from error
     if settings.get("model_type") != "t5":
         raise CheckpointError(f"{folder} is a model of type {settings.get('model_type')}, not t5.")
