@@ -372,13 +372,14 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the state belongs to another pretrained model, method or other weights.
         """
-        require_format(state["format"], "the saved state")
-        if state["reference"] != self.reference:
+        require_format(state.get("format"), "the saved state")
+        if state.get("reference") != self.reference:
             raise CheckpointError(
-                f"the merge was started from another pretrained model (its layers hash to {state['reference'][:12]}, "
+                f"the merge was started from another pretrained model (its layers hash to "
+                f"{str(state.get('reference'))[:12]}, "
                 f"those of {self.pretrained.source} to {self.reference[:12]}); give the same one."
             )
-        require_same_method(self.method, state["method"])
+        require_same_method(self.method, state.get("method", {}))
         if state.get("max_response") != self.max_response:
             raise CheckpointError(
                 f"the merge was made with `max_response` {state.get('max_response')}, not {self.max_response}; use the "
@@ -391,13 +392,19 @@ class ContinualMerger:
         )
         if self.workspace is None:
             merged = {name: tensor.clone() for name, tensor in merged.items()}
-        if self._hash(merged.__getitem__) != state["merged"]:
+        if self._hash(merged.__getitem__) != state.get("merged"):
             raise CheckpointError(
                 f"{checkpoint.source}: the merged weights are not those that the state was saved with."
             )
-        reports = tuple(FoldReport.from_dict(report) for report in state["reports"])
-        lines = tuple(self._ledger_line(report) for report in reports)
-        restore_method(self.method, state["method"])
+        try:
+            reports = tuple(FoldReport.from_dict(report) for report in state["reports"])
+            lines = tuple(self._ledger_line(report) for report in reports)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the reports of the saved merge are damaged ({type(error).__name__}: {error}); fold again from the "
+                "last whole output."
+            ) from error
+        restore_method(self.method, state.get("method", {}))
         before, self._now = self._now, _Position(merged, reports, lines)
         before.close()
 

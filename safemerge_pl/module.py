@@ -7,9 +7,11 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
 from safemerge_pl.backbones import Backbone, CLIPBackbone, build_backbone
+from safemerge_pl.backbones.hyper_parameters import require_known_file
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.functional import summarise
 from safemerge_pl.metrics import AccuracyMatrix
@@ -48,6 +50,25 @@ class ContinualMergeModule(L.LightningModule):
         self.matrix: AccuracyMatrix | None = None
         self.last_scores: dict[str, float] = {}  # of the latest evaluation, by set and by ACC, BWT, Gen, H
         self.scorer: Scorer | None = None  # no module: what it holds is rebuilt, not saved
+
+    @_restricted_classmethod  # as Lightning's own: calling it on an instance is an error
+    def load_from_checkpoint(
+        cls,  # noqa: N805
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> "ContinualMergeModule":
+        """A module from a checkpoint, as Lightning builds it, once what the checkpoint names is known to be harmless.
+
+        Raises:
+            CheckpointError: if it names a class that is no backbone or is not imported; pass ``backbone`` then.
+        """
+        plain = weights_only is not False
+        require_known_file(cls, checkpoint_path, hparams_file, plain, kwargs)
+        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, plain, **kwargs)
 
     def configure_model(self) -> None:
         """Read the pretrained weights, once."""

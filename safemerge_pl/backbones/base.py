@@ -1,5 +1,6 @@
 """Backbones: the model that is merged, with what it takes to score it (preprocessing, text side)."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from safemerge_pl.checkpoints.adapter_config import ADAPTER_CONFIG
 from safemerge_pl.checkpoints.open import CheckpointError, open_checkpoint
 from safemerge_pl.runtime.classes import build_stored, own_path, stored_class
 from safemerge_pl.runtime.files import local_path
@@ -19,8 +21,11 @@ __all__ = [
     "backbone_spec",
     "build_backbone",
     "cache_key",
+    "load_tokenizer",
     "model_folder",
     "quiet_transformers",
+    "refuse_foreign_code",
+    "without_foreign_code",
 ]
 
 _ROOM = "safemerge_pl.backbones"
@@ -161,6 +166,80 @@ def _public_path(path: str) -> str:
     if path.startswith(f"{_ROOM}."):
         return f"{_ROOM}.{path.rpartition('.')[2]}"
     return public.get(path, path)
+
+
+def refuse_foreign_code(folder: Path) -> None:
+    """Refuse a model's folder that asks transformers or open_clip to fetch and run code, or to load another model.
+
+    Args:
+        folder: of a pretrained model; it may come from anybody.
+
+    Raises:
+        CheckpointError: naming the file, the entry and what it asks for.
+    """
+    if (folder / ADAPTER_CONFIG).exists():
+        raise CheckpointError(
+            f"{folder} is an adapter ({ADAPTER_CONFIG}), no whole model; merge it into its base first."
+        )
+    for file in ("config.json", "open_clip_config.json"):
+        entry = next(_code_entries(_json(folder / file)), None)
+        if entry is not None:
+            raise CheckpointError(
+                f"{folder / file}: `{entry[0]}` is {entry[1]!r}, which would fetch and run code; take the entry out if "
+                "the model works without it."
+            )
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (OSError, ValueError, RecursionError):
+        return None  # who loads the model says what is wrong with it
+
+
+def _code_entries(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Entries, also nested ones, that make a library trust code, or fetch a kernel from the hub."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            kernel = key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value)
+            if kernel or (key in ("trust_remote_code", "use_kernels", "allow_all_kernels") and value):
+                yield key, value
+            yield from _code_entries(value)
+    elif isinstance(settings, list):
+        for value in settings:
+            yield from _code_entries(value)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """A model's tokenizer, of the kinds that transformers has.
+
+    Raises:
+        CheckpointError: for a tokenizer that is code of the model's own, which is never run.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{folder}: the tokenizer is code of the model's own, which is never run; save a tokenizer of "
+            "transformers' own there."
+        ) from error
+
+
+@contextmanager
+def without_foreign_code() -> Iterator[None]:
+    """Code in a model's repository is not run, and nobody is asked whether it should be."""
+    from transformers import dynamic_module_utils
+
+    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # for an answer at the terminal
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from safemerge_pl.backbones.base import Backbone, backbone_spec, model_folder, quiet_transformers
+from safemerge_pl.backbones.base import (
+    Backbone,
+    backbone_spec,
+    load_tokenizer,
+    model_folder,
+    quiet_transformers,
+    refuse_foreign_code,
+)
 from safemerge_pl.checkpoints.open import CheckpointError, fingerprint
 
 __all__ = ["CLIPBackbone"]
@@ -57,21 +65,23 @@ class CLIPBackbone(Backbone):
         """See :class:`Backbone`."""
         if hasattr(self, "vision_model"):
             return
-        from transformers import AutoTokenizer, CLIPModel
+        from transformers import CLIPModel
 
         folder = self.folder()
         if not (folder / "config.json").exists():
             raise CheckpointError(f"{folder} has no config.json; give the folder of a whole CLIP model.")
+        refuse_foreign_code(folder)
         with quiet_transformers():
             try:
                 model, info = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-            except (OSError, RuntimeError, ValueError) as error:
+                tokenizer = load_tokenizer(folder)
+            except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
                 raise CheckpointError(f"{folder} is no CLIP model that transformers can load: {error}") from error
             missing = sorted(info["missing_keys"])
             if missing:
                 raise CheckpointError(f"{folder} lacks {len(missing)} tensors of a CLIP model, first `{missing[0]}`.")
             self._text = {
-                "tokenizer": AutoTokenizer.from_pretrained(folder),
+                "tokenizer": tokenizer,
                 "tower": model.text_model.eval(),
                 "projection": model.text_projection,
             }

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import shutil
 import tempfile
 import weakref
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from safemerge_pl.backbones.base import Backbone, backbone_spec
+from safemerge_pl.backbones.base import Backbone, backbone_spec, refuse_foreign_code, without_foreign_code
 from safemerge_pl.checkpoints.open import CheckpointError, fingerprint
 from safemerge_pl.runtime.files import local_path
 
@@ -70,10 +71,12 @@ class OpenCLIPBackbone(Backbone):
 
         folder = self.folder()
         local = local_path(self.pretrained).is_dir()
+        refuse_foreign_code(folder)
         try:
-            model = open_clip.create_model(f"local-dir:{folder}", precision="fp32", require_pretrained=True)
-            tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}" if local else self.model)
-        except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+            with without_foreign_code():
+                model = open_clip.create_model(f"local-dir:{folder}", precision="fp32", require_pretrained=True)
+                tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}" if local else self.model)
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{self.pretrained} is no model that open_clip can load: {reason}") from error
         model.eval()

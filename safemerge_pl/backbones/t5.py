@@ -1,6 +1,7 @@
 """T5 as a backbone: the whole text-to-text model is the one that is merged, and it is scored by what it writes."""
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from safemerge_pl.backbones.base import Backbone, backbone_spec, model_folder, quiet_transformers
+from safemerge_pl.backbones.base import (
+    Backbone,
+    backbone_spec,
+    load_tokenizer,
+    model_folder,
+    quiet_transformers,
+    refuse_foreign_code,
+)
 from safemerge_pl.checkpoints.open import CheckpointError, open_checkpoint
 
 __all__ = ["T5Backbone"]
@@ -63,10 +71,11 @@ class T5Backbone(Backbone):
         """
         if hasattr(self, "model"):
             return
-        from transformers import AutoTokenizer, GenerationConfig, T5ForConditionalGeneration
+        from transformers import GenerationConfig, T5ForConditionalGeneration
 
         folder = self.folder()
         own_head = _own_head(folder)
+        refuse_foreign_code(folder)
         if own_head and "lm_head.weight" not in open_checkpoint(folder):
             raise CheckpointError(
                 f"{folder} lacks `lm_head.weight`, but its config.json says that the head is not tied."
@@ -76,8 +85,8 @@ class T5Backbone(Backbone):
                 model, info = T5ForConditionalGeneration.from_pretrained(
                     folder, dtype=torch.float32, output_loading_info=True
                 )
-                self._tokenizer = AutoTokenizer.from_pretrained(folder)
-            except (OSError, RuntimeError, ValueError) as error:
+                self._tokenizer = load_tokenizer(folder)
+            except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
                 raise CheckpointError(f"{folder} is no T5 model that transformers can load: {error}") from error
         missing = sorted(info["missing_keys"])
         if missing:
@@ -137,8 +146,8 @@ class T5Backbone(Backbone):
 def _own_head(folder: Path) -> bool:
     """Whether a model's configuration says that its output head is not the embedding."""
     try:
-        settings = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        settings = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder} has no readable config.json; give the folder of a whole T5 model.") from error
     if settings.get("model_type") != "t5":
         raise CheckpointError(f"{folder} is a model of type {settings.get('model_type')}, not t5.")

@@ -158,13 +158,14 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         entries: dict[str, str] = json.loads(index.read_text())["weight_map"]
         names = sorted({Path(name).name for name in entries.values() if name})
-        outside = [name for name in entries.values() if Path(name).name != name]
+        outside = [name for name in entries.values() if Path(name).name != name or not name]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a shard index ({error}); fetch it again.") from error
     if outside or not names:
-        raise CheckpointError(f"{index} points outside its folder or nowhere: {(outside or [''])[0]!r}.")
+        raise CheckpointError(f"{index} points outside its folder or nowhere: {(outside or [''])[0][:200]!r}.")
     present = set(os.listdir(index.parent))  # asking for a name that is no file name may itself fail
     missing = [name for name in names if name not in present]
     if missing:
-        raise CheckpointError(f"{index}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
+        listed = ", ".join(name if len(name) <= 255 and name.isprintable() else repr(name[:60]) for name in missing)
+        raise CheckpointError(f"{index}: {len(missing)} of {len(names)} shards are missing: {listed}.")
     return entries

@@ -12,11 +12,20 @@ from torch import Tensor
 from safemerge_pl.checkpoints.refusals import refuse_impostor
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["load_pickle", "tensors_of"]
+__all__ = ["load_pickle", "read_pickle", "tensors_of"]
 
 
 def load_pickle(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a torch file with the weights-only loader.
+
+    Raises:
+        CheckpointError: if it holds anything else, or is damaged.
+    """
+    return tensors_of(read_pickle(path), str(path))
+
+
+def read_pickle(path: Path) -> Any:
+    """Read tensors and plain values of a torch file with the weights-only loader.
 
     Raises:
         CheckpointError: if it holds anything else, or is damaged.
@@ -26,7 +35,7 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
     if any("/code/" in name for name in entries):
         raise CheckpointError(f"{path} is a TorchScript archive, a program; save the module's state dict instead.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=bool(entries))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=bool(entries))
     except Exception as error:  # every refusal of the loader is the same to the user: it is not plain tensors
         kind = re.search(r"GLOBAL ([\w.]+)", str(error))
         reason = f"it holds a {kind[1]}" if kind else f"damaged, or not written by torch.save: {type(error).__name__}"
@@ -34,7 +43,6 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
             f"{path} cannot be read as plain tensors ({reason}); load it where you trust it and save its state dict "
             "as safetensors."
         ) from error
-    return tensors_of(content, str(path))
 
 
 def _zip_entries(path: Path) -> list[str]:

@@ -63,6 +63,8 @@ def refuse_impostor(path: Path) -> None:
     for pattern, what in _BY_NAME:
         if re.fullmatch(pattern, path.name):
             raise CheckpointError(f"{path} is {what}.")
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder, where a file of weights should be; fetch it again.")
     size = path.stat().st_size
     if not size:
         raise CheckpointError(f"{path} is empty; fetch it again.")

@@ -10,7 +10,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from safemerge_pl.backbones.hyper_parameters import require_known_classes
 from safemerge_pl.callbacks import MergedModelWriter, MethodComparison, ReferenceRows, StreamProgress, StreamReport
+from safemerge_pl.checkpoints.pickles import read_pickle
 from safemerge_pl.commands.parsers import Hints
 from safemerge_pl.commands.remarks import silence_known_warnings
 from safemerge_pl.data.module import StreamDataModule
@@ -70,6 +72,19 @@ class SafeMergeCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Expand ``~`` also in the paths of loggers and other classes that leave it as it is."""
         expand_home(self.config)
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning parses the hyper-parameters of a checkpoint as configuration, which imports what they name."""
+        verb = self.config.get("subcommand")
+        path = self.config[verb].get("ckpt_path") if verb else None
+        if path and Path(path).is_file():
+            require_known_classes(read_pickle(Path(path)), str(path), ContinualMergeModule)
+        super()._parse_ckpt_path()
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Left to itself Lightning runs what is in a checkpoint from the web."""
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        return kwargs | {"weights_only": kwargs.get("weights_only") is not False}
 
     def before_fit(self) -> None:
         """Find the checkpoint that ``--ckpt_path last`` means."""

@@ -61,7 +61,7 @@ def _accepted(kind: Any) -> list[str]:
     """
     if not isinstance(kind, type):
         return []
-    found = []
+    found: list[str] = []
     for each in (kind, *(below for below in _below(kind) if below.__module__.startswith("safemerge_pl."))):
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(each, fail_untyped=False)

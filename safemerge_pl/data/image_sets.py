@@ -66,7 +66,7 @@ class SetSpec:
 
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is no YAML file: {' '.join(str(error).split())}") from error
         fields = {entry.name: entry for entry in dataclasses.fields(cls) if entry.name != "name"}
         if not isinstance(content, dict):

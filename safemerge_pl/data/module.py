@@ -7,10 +7,12 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from safemerge_pl.backbones.base import Backbone
+from safemerge_pl.backbones.hyper_parameters import require_known_file
 from safemerge_pl.data.labelled import LabelledSet
 from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.runtime.names import name_list
@@ -58,6 +60,24 @@ class StreamDataModule(L.LightningDataModule, ABC):
     @abstractmethod
     def load_set(self, name: str) -> LabelledSet:
         """Open a task's test set or a control set."""
+
+    @_restricted_classmethod  # as Lightning's own: calling it on an instance is an error
+    def load_from_checkpoint(
+        cls,  # noqa: N805
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> "StreamDataModule":
+        """A data module from a checkpoint, once what the checkpoint names is known to be harmless.
+
+        Raises:
+            CheckpointError: if it names a class.
+        """
+        plain = weights_only is not False
+        require_known_file(cls, checkpoint_path, hparams_file, plain, kwargs)
+        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, plain, **kwargs)
 
     def settings(self) -> dict[str, Any]:
         """What else the scores on its sets depend on, as plain values."""

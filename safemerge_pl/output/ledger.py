@@ -54,9 +54,12 @@ def provenance(checkpoint: Checkpoint) -> dict[str, str | None]:
 
 
 def read_ledger(folder: Path) -> list[str]:
-    """The lines of an output's ledger as they stand there; none if it has no ledger."""
+    """The lines of an output's ledger as they stand there; none if it has no ledger.
+
+    Bytes that are no text are kept as surrogates, so that a damaged line is known as one.
+    """
     path = folder / LEDGER_FILE
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if path.exists() else []
 
 
 def continue_ledger(earlier: Sequence[str], lines: Sequence[str]) -> list[str]:
@@ -74,7 +77,8 @@ def continue_ledger(earlier: Sequence[str], lines: Sequence[str]) -> list[str]:
 
 def _fold(line: str) -> tuple[Any, Any] | None:
     try:
+        line.encode()  # damaged bytes cannot be written again
         entry = json.loads(line)
         return entry["index"], entry["merged"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None

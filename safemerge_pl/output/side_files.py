@@ -103,7 +103,7 @@ def _settings(path: Path) -> dict[str, Any] | None:
     """The content of a JSON file, ``None`` for anything but an object in it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if path.name != "config.json":
             return None
         raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again.") from error
@@ -138,6 +138,6 @@ def _generation_problem(folder: Path) -> str | None:
         with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             GenerationConfig(**(_settings(path) or {})).save_pretrained(place)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         return " ".join(str(error).split())[:300]
     return None
