@@ -1,7 +1,7 @@
 """Put an adapter on its base: where each update belongs, and the adapted model's tensors in float32."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +9,13 @@ from torch import Tensor
 
 from safemerge_pl.architectures.embeddings import is_tied_candidate
 from safemerge_pl.architectures.layers import MergeLayer, counterparts, known_layers, parts_of, vision_only
+from safemerge_pl.architectures.memory_names import Spelling, common_name
+from safemerge_pl.architectures.pieces import pieces_of
 from safemerge_pl.checkpoints.adapter import Adapter, Factors
 from safemerge_pl.checkpoints.adapter_config import REMEDY
 from safemerge_pl.checkpoints.adapter_types import MAGNITUDE
 from safemerge_pl.checkpoints.layouts import layer_index
-from safemerge_pl.checkpoints.names import match_names, names_alike
+from safemerge_pl.checkpoints.names import CommonNames, match_names, names_alike
 from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
 
@@ -29,7 +31,7 @@ class Delta:
         factors: tensors of the adapter that make the update, or ``None`` for one that is stored as it is.
         stored: name of an update in the adapter that is stored as it is.
         transposed: the base stores the transposed matrix.
-        rows: rows of the base's upright matrix that it is added to; all if ``None``.
+        rows: rows of the base's upright tensor that it is added to; all if ``None``.
         taken: rows of the update that are added; all if ``None``.
     """
 
@@ -46,6 +48,21 @@ class Delta:
         return [self.stored] if self.factors is None else list(self.factors.keys.values())
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A tensor of the adapter that stands in for one of the base, or for some of its rows.
+
+    Attributes:
+        key: its name in the adapter.
+        rows: rows of the base's tensor; all if ``None``.
+        taken: rows of the adapter's tensor; all if ``None``.
+    """
+
+    key: str
+    rows: tuple[int, int] | None = None
+    taken: tuple[int, int] | None = None
+
+
 class BoundAdapter(View):
     """A base model with an adapter on it; dense tensors under the base's names, computed when they are asked for."""
 
@@ -54,7 +71,7 @@ class BoundAdapter(View):
         adapter: Checkpoint,
         base: Checkpoint,
         deltas: Mapping[str, list[Delta]],
-        replaced: Mapping[str, str],
+        replaced: Mapping[str, list[Saved]],
         notes: tuple[str, ...],
     ) -> None:
         super().__init__(base)
@@ -62,20 +79,42 @@ class BoundAdapter(View):
         self._adapter, self._deltas, self._replaced = adapter, dict(deltas), replaced
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._adapter[self._replaced[name]] if name in self._replaced else super().__getitem__(name)
+        tensor = self._saved(name) if name in self._replaced else super().__getitem__(name)
         for delta in self._deltas.get(name, ()):
             tensor = self._add(tensor.detach().float(), delta)
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See :class:`Checkpoint`."""
-        return self._adapter.shape(self._replaced[name]) if name in self._replaced else super().shape(name)
+        whole = self._whole(name)
+        return super().shape(name) if whole is None else self._adapter.shape(whole)
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Checkpoint`."""
         if name in self._deltas:
             return torch.float32
-        return self._adapter.dtype(self._replaced[name]) if name in self._replaced else super().dtype(name)
+        whole = self._whole(name)
+        dtype = super().dtype(name) if whole is None else self._adapter.dtype(whole)
+        for saved in self._replaced.get(name, ()):
+            dtype = torch.promote_types(dtype, self._adapter.dtype(saved.key))
+        return dtype
+
+    def _whole(self, name: str) -> str | None:
+        """Name of the adapter's tensor that stands in for all of one of the base."""
+        return next((saved.key for saved in self._replaced.get(name, ()) if saved.rows is None), None)
+
+    def _saved(self, name: str) -> Tensor:
+        """A tensor of the base with the adapter's own in its place, or in the place of some of its rows."""
+        whole = self._whole(name)
+        if whole is not None:
+            return self._adapter[whole]
+        dtype = torch.float32 if name in self._deltas else self.dtype(name)
+        tensor = super().__getitem__(name).detach().to(dtype, copy=True)
+        for saved in self._replaced[name]:
+            found = self._adapter[saved.key]
+            assert saved.rows is not None
+            tensor[slice(*saved.rows)] = found if saved.taken is None else found[slice(*saved.taken)]
+        return tensor
 
     def require_change(self, names: Iterable[str], *, values: bool = True) -> None:
         """Refuse an adapter that leaves all of these tensors as they are: it would be merged without effect.
@@ -105,7 +144,12 @@ class BoundAdapter(View):
     def _add(self, weight: Tensor, delta: Delta) -> Tensor:
         """A float32 tensor of the base with an update added to it, in memory of its own."""
         if delta.factors is None:
-            return weight + self._adapter[delta.stored].float() * delta.scale
+            update = self._adapter[delta.stored].float() * delta.scale
+            if delta.rows is None:
+                return weight + update
+            dense = weight.clone()
+            dense[slice(*delta.rows)] += update
+            return dense
         parts = {name: self._adapter[key].float() for name, key in delta.factors.keys.items()}
         update = delta.factors.kind.update(parts)
         dense = weight.clone()
@@ -115,7 +159,7 @@ class BoundAdapter(View):
         if MAGNITUDE not in parts:
             return dense
         magnitude = parts[MAGNITUDE].flatten()  # DoRA (Liu et al. 2024, Eq. 5): by rows of the matrix
-        upright.mul_((magnitude / upright.norm(dim=1))[:, None])
+        target.mul_((magnitude / target.norm(dim=1))[:, None])
         return dense
 
 
@@ -134,20 +178,23 @@ def bind(adapter: Adapter, base: Checkpoint) -> BoundAdapter:
     biases = {f"{module}.bias": factors.bias for module, factors in modules.items() if factors.bias is not None}
     wanted = [*targets, *biases, *(name for name in whole if name not in targets and name not in biases)]
     deltas: dict[str, list[Delta]] = defaultdict(list)
+    replaced: dict[str, list[Saved]] = defaultdict(list)
     try:
-        names = _find_places(adapter, wanted, targets, base)
+        places = _find_places(adapter, wanted, targets, base)
     except CheckpointError as error:
-        names = {}
         deltas |= _convert_layout(adapter, targets, base, error)
+        places, (replaced, missing) = {}, _convert_whole(adapter, base)
+    else:
+        missing = [name for name in wanted if name not in places]
     shapes = base.shapes()
-    for name, module in targets.items():
-        if name in names:
-            deltas[names[name]].append(_delta(adapter, module, shapes, base, names[name]))
-    for name, key in biases.items():
-        if name in names:
-            deltas[names[name]].append(Delta(adapter.scale(name.removesuffix(".bias")), stored=key))
-    replaced = {names[name]: key for name, key in whole.items() if name in names}
-    missing = [name for name in wanted if name not in names] if names else list(whole)
+    for name, place in places.items():
+        if name in targets:
+            deltas[place.parameter].append(_delta(adapter, targets[name], shapes, base, place))
+        elif name in biases:
+            scale = adapter.scale(name.removesuffix(".bias"))
+            deltas[place.parameter].append(Delta(scale, stored=biases[name], rows=place.rows))
+        if name in whole:
+            replaced[place.parameter].append(_replacement(adapter, whole[name], base, place))
     notes = list(adapter.notes)
     if missing:
         notes.append(
@@ -156,10 +203,33 @@ def bind(adapter: Adapter, base: Checkpoint) -> BoundAdapter:
     return BoundAdapter(adapter, base, deltas, replaced, (*notes, *adapter.base_notes(base)))
 
 
-def _find_places(adapter: Adapter, wanted: list[str], targets: Mapping[str, str], base: Checkpoint) -> dict[str, str]:
-    """The base's name of each tensor; those without one are left out where that is no mistake."""
+def _find_places(
+    adapter: Adapter, wanted: list[str], targets: Mapping[str, str], base: Checkpoint
+) -> dict[str, Spelling]:
+    """Where the base keeps each tensor; those without a place are left out where that is no mistake."""
     if set(wanted) <= base.keys():
-        return {name: name for name in wanted}
+        return {name: Spelling(name, name) for name in wanted}
+    reason, names = None, dict[str, str]()
+    try:
+        names = _find_names(adapter, wanted, targets, base)
+    except CheckpointError as error:
+        reason = error
+    if len(names) < len(wanted):
+        common = CommonNames(base)
+        spelt = {common_name(name): name for name in wanted}
+        try:
+            found = _find_names(adapter, list(spelt), {common_name(name) for name in targets}, common)
+        except CheckpointError:  # what it says is in names that nobody has seen
+            found = {}
+        if len(found) > len(names):
+            return {spelt[name]: common.places[place] for name, place in found.items()}
+    if reason is not None:
+        raise reason
+    return {name: Spelling(place, place) for name, place in names.items()}
+
+
+def _find_names(adapter: Adapter, wanted: list[str], targets: Collection[str], base: Checkpoint) -> dict[str, str]:
+    """The base's name of each tensor; those without one are left out where that is no mistake."""
     saved = adapter.config.get("modules_to_save") or []
     tower = set(counterparts(wanted, vision_only(base)))  # one tower has no place for the factors of the other
     must = [name for name in wanted if name in tower and not (is_tied_candidate(name) or _is_saved(name, saved))]
@@ -206,6 +276,38 @@ def _parts(adapter: Adapter, name: str, shapes: Mapping[str, tuple[int, ...]]) -
         raise CheckpointError(f"{adapter.source}: {error}") from error
 
 
+def _convert_whole(adapter: Adapter, base: Checkpoint) -> tuple[dict[str, list[Saved]], list[str]]:
+    """Biases and saved modules for a base in another library's layout, and the names of those without a place."""
+    index = layer_index(base)
+    replaced: dict[str, list[Saved]] = defaultdict(list)
+    missing = []
+    shapes = {name: adapter.shape(key) for name, key in adapter.whole.items()}
+    for name, key in adapter.whole.items():
+        parts = pieces_of(name, shapes)
+        places = [index.get(part.name) for part in parts]
+        pairs = [
+            (part, place) for part, place in zip(parts, places, strict=True) if place and part.shape == place.shape
+        ]
+        if not parts or len(pairs) < len(parts) or any(one.transposed or other.transposed for one, other in pairs):
+            missing.append(name)
+            continue
+        for part, place in pairs:
+            replaced[place.parameter].append(Saved(key, place.rows, part.rows))
+    return replaced, missing
+
+
+def _replacement(adapter: Adapter, key: str, base: Checkpoint, place: Spelling) -> Saved:
+    """A tensor of the adapter in the place of a whole one, which may be of another size, or of some rows."""
+    if place.rows is not None:
+        shape = (place.rows[1] - place.rows[0], *base.shape(place.parameter)[1:])
+        if adapter.shape(key) != shape:
+            raise CheckpointError(
+                f"{adapter.source}: `{key}` has shape {adapter.shape(key)}, its rows of `{place.parameter}` in "
+                f"{base.source} have {shape}: is it an adapter of this model?"
+            )
+    return Saved(key, place.rows)
+
+
 def _target_shape(adapter: Adapter, name: str, module: str) -> tuple[int, ...]:
     """Shape of the tensor that a module's factors were trained for."""
     shape = adapter.modules[module].kind.shape(adapter.factor_shapes(module))
@@ -213,21 +315,23 @@ def _target_shape(adapter: Adapter, name: str, module: str) -> tuple[int, ...]:
 
 
 def _delta(
-    adapter: Adapter, module: str, shapes: Mapping[str, tuple[int, ...]], base: Checkpoint, theirs: str
+    adapter: Adapter, module: str, shapes: Mapping[str, tuple[int, ...]], base: Checkpoint, place: Spelling
 ) -> Delta:
-    """The update of a whole tensor ``theirs`` of the base, all of whose ``shapes`` tell how it lies."""
-    factors, shape = adapter.modules[module], shapes[theirs]
+    """The update of what the base keeps at ``place``; the ``shapes`` of the whole base tell how it lies."""
+    factors, shape = adapter.modules[module], shapes[place.parameter]
+    if place.rows is not None:
+        shape = (place.rows[1] - place.rows[0], *shape[1:])
     if factors.kind.is_embedding and MAGNITUDE in factors.keys:
         raise CheckpointError(f"{adapter.source}: `{module}` is an embedding under DoRA, which is not read; {REMEDY}.")
-    transposed = factors.kind.is_embedding or _is_transposed(adapter, theirs, shapes)
+    transposed = factors.kind.is_embedding or _is_transposed(adapter, place.parameter, shapes)
     found = adapter.factor_shapes(module)
     update = factors.kind.shape(found)
     if (update[::-1] if transposed else update) != shape:
         raise CheckpointError(
             f"{adapter.source}: the factors of `{module}`, {' and '.join(map(str, found.values()))}, do not fit "
-            f"`{theirs}` of shape {shape} in {base.source}; if they were trained on this model, {REMEDY}."
+            f"`{place.parameter}` of shape {shape} in {base.source}; if they were trained on this model, {REMEDY}."
         )
-    return Delta(adapter.scale(module), factors, transposed=transposed)
+    return Delta(adapter.scale(module), factors, transposed=transposed, rows=place.rows)
 
 
 def _weight_name(module: str, base: Checkpoint) -> str:

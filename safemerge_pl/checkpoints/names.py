@@ -1,15 +1,66 @@
 """Find tensors under the names that wrappers, libraries and training scripts give them."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from safemerge_pl.architectures.embeddings import is_vocabulary, shared_names
 from safemerge_pl.architectures.families import WRAPPERS
 from safemerge_pl.architectures.layers import counterparts
+from safemerge_pl.architectures.memory_names import Spelling, spellings
 from safemerge_pl.checkpoints.tensors import Checkpoint
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["match_names", "names_alike"]
+__all__ = ["CommonNames", "match_names", "names_alike"]
+
+
+class CommonNames(Checkpoint):
+    """A model under the names that its file and its modules in memory have in common; fused tensors cut.
+
+    Args:
+        tensors: the model, with either's names.
+
+    Attributes:
+        places: common name -> where it is kept; without those that two tensors would share.
+
+    Example:
+        >>> import torch
+        >>> from safemerge_pl.checkpoints.tensors import Memory
+        >>> model = Memory({"layer.0.mlp.weights_in.bias": torch.tensor([1.0, 2.0])}, "a mapping")
+        >>> dict(CommonNames(model))
+        {'layer.0.mlp.gate_proj.bias': tensor([1.]), 'layer.0.mlp.up_proj.bias': tensor([2.])}
+    """
+
+    def __init__(self, tensors: Checkpoint) -> None:
+        self.source, self.folder, self.notes = tensors.source, tensors.folder, tensors.notes
+        self._tensors = tensors
+        found = [place for name in tensors for place in spellings(name, tensors.shape(name))]
+        counts = Counter(place.name for place in found)
+        self.places: dict[str, Spelling] = {place.name: place for place in found if counts[place.name] == 1}
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self.places[name]
+        tensor = self._tensors[place.parameter]
+        return tensor if place.rows is None else tensor[slice(*place.rows)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`Checkpoint`."""
+        place = self.places[name]
+        shape = self._tensors.shape(place.parameter)
+        return shape if place.rows is None else (place.rows[1] - place.rows[0], *shape[1:])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :class:`Checkpoint`."""
+        return self._tensors.dtype(self.places[name].parameter)
 
 
 def match_names(wanted: Sequence[str], checkpoint: Checkpoint, beside: Iterable[str] | None = None) -> dict[str, str]:
