@@ -61,7 +61,7 @@ METHODS: dict[str, Callable[[], MergeMethod]] = {"opcm": OPCM, "safe_share": lam
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "error"), zip(METHODS.values(), (KeyboardInterrupt, MemoryError), strict=True), ids=METHODS
+    ("make", "error"), list(zip(METHODS.values(), (KeyboardInterrupt, MemoryError), strict=True)), ids=METHODS
 )
 def test_an_interrupt_at_any_line_leaves_the_merge_before_or_after(
     make: Callable[[], MergeMethod], error: type[BaseException]

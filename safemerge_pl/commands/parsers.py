@@ -71,5 +71,5 @@ def _accepted(kind: Any) -> list[str]:
 
 def _below(kind: Any) -> list[type]:
     """All classes derived from one."""
-    found = kind.__subclasses__() if isinstance(kind, type) and kind is not type else []
+    found: list[type] = kind.__subclasses__() if isinstance(kind, type) and kind is not type else []
     return [*found, *(deeper for each in found for deeper in _below(each))]
