@@ -1,0 +1,87 @@
+"""Names that a console cannot show."""
+
+import io
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safemerge_pl.callbacks.progress import StreamProgress
+from safemerge_pl.runtime import progress
+from safemerge_pl.runtime.console import Tolerant, say, tolerate_names
+from safemerge_pl.runtime.progress import FoldProgress
+
+NAME = "\u6a21\u578b"
+BYTES = "caf\udce9"  # a file name in Latin-1, as Python reads it on a system in UTF-8
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+def console(encoding: str, kind: type[io.TextIOWrapper] = io.TextIOWrapper) -> Any:
+    return kind(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
+
+
+def shown(stream: Any) -> str:
+    stream.flush()
+    text: str = stream.buffer.getvalue().decode(stream.encoding)
+    return text
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("name", [NAME, BYTES, "\U0001f600"])
+def test_any_name_is_printed_in_some_form(encoding: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = console(encoding), console(encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    say(f"task {name}", 3)
+    say(f"error {name}", error=True)
+    tolerate_names()
+    print(name)
+    assert shown(out).startswith("task ")
+    assert shown(out).count("\n") == 2
+    assert shown(err).startswith("error ")
+
+
+def test_what_a_console_can_show_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, name in (("utf-8", NAME), ("cp1252", "caf\u00e9")):
+        out = console(encoding)
+        monkeypatch.setattr(sys, "stdout", out)
+        tolerate_names()
+        say(name)
+        assert shown(out) == f"{name}\n"
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()])
+def test_a_process_without_a_console_prints_nothing_and_goes_on(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", stream)
+    tolerate_names()
+    say(NAME)
+
+
+@pytest.mark.parametrize("kind", [io.TextIOWrapper, Terminal])
+def test_the_progress_of_a_fold_passes_on_any_console(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line in a log, a bar on a terminal."""
+    err = console("ascii", kind)
+    monkeypatch.setattr(sys, "stderr", err)
+    with FoldProgress(after=0.0, every=0.0) as told:
+        for done in (0, 1, 2, 3):
+            told(NAME, done, 4)
+        told(NAME, 4, 4)
+    assert "\\u6a21" in shown(err)
+    assert isinstance(progress.Tolerant(err), Tolerant)
+
+
+@pytest.mark.parametrize("kind", [io.TextIOWrapper, Terminal])
+def test_the_lines_of_a_stream_pass_on_any_console(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = console("cp1252", kind)
+    monkeypatch.setattr(sys, "stdout", out)
+    bar: Any = StreamProgress()
+    bar._open(SimpleNamespace(), 3)
+    bar.print(f"1/2 {NAME}")
+    bar._advance()
+    bar._close()
+    assert "1/2" in shown(out)
