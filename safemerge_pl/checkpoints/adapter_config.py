@@ -52,6 +52,11 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
         numbers.append(None)
     if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
         raise CheckpointError(f"{path}: ranks and alphas must be positive numbers, got {numbers}; fetch it again.")
+    for key in (key for pattern in patterns for key in pattern):
+        try:
+            re.compile(key)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise CheckpointError(f"{path}: `{key[:200]}` is no pattern of module names ({error}).") from error
     return config
 
 

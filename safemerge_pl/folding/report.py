@@ -83,11 +83,39 @@ class FoldReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "FoldReport":
-        """Undo ``dataclasses.asdict``; entries that a newer version added are passed over."""
+        """Undo ``dataclasses.asdict``; entries that a newer version added are passed over.
+
+        Raises:
+            ValueError: if an entry is of another kind than it was; others for entries that are missing.
+        """
+        _require_kinds(values, _KINDS)
+        for layer in values["layers"]:
+            _require_kinds(layer, _LAYER_KINDS)
+        _require_kinds(dict(enumerate(values["losses"])), dict.fromkeys(range(len(values["losses"])), _NUMBER))
         known = {entry.name for entry in fields(cls)}
         layers = tuple(LayerReport(**layer) for layer in values["layers"])
         found = {**values, "layers": layers, "losses": tuple(values["losses"]), "notes": tuple(values["notes"])}
         return cls(**{name: value for name, value in found.items() if name in known})
+
+
+_NUMBER: tuple[type, ...] = (int, float)
+_KINDS: dict[Any, tuple[type, ...]] = {
+    **dict.fromkeys(("task", "source", "incoming", "merged"), (str,)),
+    "index": (int,),
+    **dict.fromkeys(("seconds", "solve_seconds", "kept_fraction"), _NUMBER),
+}
+_LAYER_KINDS: dict[Any, tuple[type, ...]] = {
+    "layer": (str,),
+    **dict.fromkeys(("kept_fraction", "task_norm", "update_norm"), _NUMBER),
+    **dict.fromkeys(("loss_first", "loss_last"), (*_NUMBER, type(None))),
+}
+"""What stands in a report that is read from a file."""
+
+
+def _require_kinds(values: dict[Any, Any], kinds: dict[Any, tuple[type, ...]]) -> None:
+    odd = [name for name, kind in kinds.items() if type(values[name]) not in kind]
+    if odd:
+        raise ValueError(f"`{odd[0]}` is {str(values[odd[0]])[:100]!r}")
 
 
 def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:

@@ -84,6 +84,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         values = json.loads(path.read_text())
         version = values["format"]
         whole = version != STATE_FORMAT or {"reference", "merged", "method", "reports"} <= values.keys()
+        whole &= all(type(name) is str for name in values.get("files", ()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); fold again from the last whole output.") from error
     require_format(version, str(path))
