@@ -8,7 +8,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks.part import MergePart, require_started
-from safemerge_pl.callbacks.starting import refuse_foreign
 from safemerge_pl.checkpoints.module_weights import holds_exactly
 from safemerge_pl.checkpoints.open import CheckpointError, Source
 from safemerge_pl.data.experts import Experts, find_experts
@@ -56,7 +55,6 @@ class FromFiles:
         if self.merger is None:  # at a second fit the module holds merged weights
             if not resumed:
                 _require_unmerged(pl_module)
-                refuse_foreign(trainer)
             self.merger, self.unsettled = self._make(pl_module), not resumed
         self._check_all()
 

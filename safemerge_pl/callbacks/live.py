@@ -20,7 +20,6 @@ from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.part import MergePart, require_started
 from safemerge_pl.callbacks.reloading import require_new_loader, require_reload
 from safemerge_pl.callbacks.scores import StreamScores
-from safemerge_pl.callbacks.starting import refuse_foreign
 from safemerge_pl.checkpoints.open import CheckpointError
 from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.live import LiveMerger, require_choices
@@ -109,7 +108,6 @@ class Live:
             given = "pretrained" in self.options
             if not (resumed or given):
                 require_untrained(trainer, pl_module)
-                refuse_foreign(trainer)
             self.merger, self.unsettled = self._make(pl_module), not (resumed or given)
             return
         try:
@@ -132,7 +130,10 @@ class Live:
                 merger.load_training_state(restored["live"])
             except CheckpointError as error:
                 late = "another pretrained model" in str(error)
-                hint = " Weights must be in the module before the checkpoint is: after `setup` and `configure_model`."
+                hint = (
+                    " The module must hold its pretrained weights after `setup` and `configure_model`, before any "
+                    "checkpoint is loaded into it; if it was loaded before (`validate`), make a new one."
+                )
                 message = f"this checkpoint cannot be resumed: {error}{hint if late else ''}"
                 raise MisconfigurationException(message) from error
             for key in ("epochs", "closed", "merged_in_place", "unscored", "current"):

@@ -17,7 +17,7 @@ from safemerge_pl.callbacks.live import Live
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.part import MergePart, require_started
 from safemerge_pl.callbacks.scalars import log_fold
-from safemerge_pl.callbacks.starting import StartingWeights
+from safemerge_pl.callbacks.starting import StartingWeights, refuse_foreign
 from safemerge_pl.checkpoints.adapter_modules import plain_name
 from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.open import Source
@@ -89,7 +89,7 @@ class MergeCallback(L.Callback):
         self.part = MergePart(method, layers, module_attr, device, on_mismatch, max_response)
         self._restored: dict[str, Any] | None = None
         self._starting = StartingWeights(self.part)
-        self._is_ready = False
+        self._is_ready, self._steps = False, 0
         if live and experts != "zoo":
             raise ValueError("give `experts` (checkpoints) or `epochs_per_task`/`boundary` (training), not both.")
         self.files = FromFiles(self.part, experts, on_fold=log_fold)
@@ -199,10 +199,12 @@ class MergeCallback(L.Callback):
         merger.processes = Processes(shared=trainer.world_size > 1)
         self._require_own_weights(trainer, pl_module)
         self._mode.on_fit_start(trainer, pl_module, restored)
-        self._is_ready = True
+        self._is_ready, self._steps = True, trainer.global_step  # those of a checkpoint are not restored yet
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """In training, refuse loaders that cannot work, now that they are known."""
+        """Refuse a foreign checkpoint, and in training loaders that cannot work, now that they are known."""
+        if self._mode.unsettled:
+            refuse_foreign(trainer, self._steps)
         self._mode.on_train_start(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

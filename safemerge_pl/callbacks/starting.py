@@ -83,15 +83,21 @@ class StartingWeights:
         self._kept = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def refuse_foreign(trainer: L.Trainer) -> None:
-    """Refuse to start from a checkpoint that tells nothing of a merge: its weights may be trained ones.
+def refuse_foreign(trainer: L.Trainer, steps: int) -> None:
+    """Refuse to go on from a checkpoint that tells nothing of a merge: its weights are trained ones.
+
+    The step tells it, since callbacks that try learning rates load checkpoints, too, and end where they began.
+
+    Args:
+        trainer: about to train.
+        steps: that it had made before a checkpoint was loaded.
 
     Raises:
         MisconfigurationException: telling how to pass the pretrained weights.
     """
-    if trainer.ckpt_path is not None:
+    if trainer.global_step > steps:
         raise MisconfigurationException(
-            f"the checkpoint {trainer.ckpt_path} holds no state of this callback: it was saved without it, or with "
-            "another `module_attr`, so the pretrained weights are unknown. If it holds the pretrained weights, load "
-            "them into the module and leave out `ckpt_path`; if not, give those with `pretrained=`."
+            f"the checkpoint {trainer.ckpt_path} was trained for {trainer.global_step} steps and holds no state of "
+            "this callback: it was saved without it, or with another `module_attr`, so the pretrained weights are "
+            "unknown; give those with `pretrained=`, or load them into the module and leave out `ckpt_path`."
         )

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from loops import FAST, TASKS, Classifier, Tasks, Watch, batches, encoder, live
 from torch import nn
 
@@ -208,7 +208,7 @@ def test_models_from_files_are_compared_with_what_the_module_reads(kind: type[Cl
     tiny.assert_same({name: merge.merger.merged[name] for name in right}, right)
 
 
-@pytest.mark.parametrize("options", [{}, {"experts": {"a": START}}], ids=["training", "files"])
+@pytest.mark.parametrize("options", [{}, {"experts": {"a": START, "b": START}}], ids=["training", "files"])
 def test_a_checkpoint_without_a_merge_is_no_pretrained_model(
     options: dict[str, Any], make_trainer: Make, tmp_path: Path
 ) -> None:
@@ -218,7 +218,7 @@ def test_a_checkpoint_without_a_merge_is_no_pretrained_model(
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     merge = SAFEMergeCallback(**FAST, module_attr="encoder", **options) if options else live()
     with pytest.raises(MisconfigurationException, match=r"holds no state of this callback.*`pretrained=`"):
-        make_trainer(merge, max_epochs=1 if options else 2).fit(Classifier(), Tasks(), ckpt_path=tmp_path / "x.ckpt")
+        make_trainer(merge, max_epochs=2).fit(Classifier(), Tasks(), ckpt_path=tmp_path / "x.ckpt")
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
@@ -309,3 +309,30 @@ def test_what_is_kept_belongs_to_one_module() -> None:
     with starting.in_place(first):
         tiny.assert_same(encoder(first), before)
     tiny.assert_same(encoder(first), START)
+
+
+class Tunable(Tasks):
+    """Its batches can be made larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return batches(TASKS.index(self.task), size=self.batch_size)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning remarks on its own search
+@pytest.mark.parametrize(
+    "tuner",
+    [lambda: LearningRateFinder(min_lr=1e-4, num_training_steps=3), lambda: BatchSizeFinder(max_trials=2)],
+    ids=["rate", "size"],
+)
+def test_a_search_before_training_leaves_no_trace(tuner: Any, make_trainer: Make) -> None:
+    """It trains, and loads a checkpoint of its own."""
+    watch, module, merge = Watch(), InSetup(), live()
+    make_trainer(watch, tuner(), merge, max_epochs=4).fit(module, Tunable())
+    assert merge.merger is not None
+    tiny.assert_same(dict(merge.merger.pretrained), START)
+    tiny.assert_same(watch.before[2], START)
+    assert len(merge.tasks) == 2
