@@ -79,6 +79,7 @@ SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
     "all linear layers": lambda _: {"target_modules": ALL},
     "q and v and a saved module": lambda saved: QV | {"modules_to_save": [saved]},
     "all biases": lambda _: QV | {"bias": "all"},
+    "all biases and a saved module": lambda saved: QV | {"bias": "all", "modules_to_save": [saved]},
     "biases of the adapted layers": lambda _: {"target_modules": ALL, "bias": "lora_only"},
     "DoRA": lambda _: {"target_modules": ALL, "use_dora": True},
 }
