@@ -1,21 +1,20 @@
 """Put an adapter on its base: where each update belongs, and the adapted model's tensors in float32."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from safemerge_pl.architectures.embeddings import is_tied_candidate
 from safemerge_pl.architectures.layers import MergeLayer, counterparts, known_layers, parts_of, vision_only
-from safemerge_pl.architectures.memory_names import Spelling, common_name
+from safemerge_pl.architectures.memory_names import Spelling
 from safemerge_pl.architectures.pieces import pieces_of
 from safemerge_pl.checkpoints.adapter import Adapter, Factors
 from safemerge_pl.checkpoints.adapter_config import REMEDY
+from safemerge_pl.checkpoints.adapter_places import find_places
 from safemerge_pl.checkpoints.adapter_types import MAGNITUDE
 from safemerge_pl.checkpoints.layouts import layer_index
-from safemerge_pl.checkpoints.names import CommonNames, match_names, names_alike
 from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
 
@@ -180,7 +179,7 @@ def bind(adapter: Adapter, base: Checkpoint) -> BoundAdapter:
     deltas: dict[str, list[Delta]] = defaultdict(list)
     replaced: dict[str, list[Saved]] = defaultdict(list)
     try:
-        places = _find_places(adapter, wanted, targets, base)
+        places = find_places(adapter, wanted, targets, base)
     except CheckpointError as error:
         deltas |= _convert_layout(adapter, targets, base, error)
         places, (replaced, missing) = {}, _convert_whole(adapter, base)
@@ -201,42 +200,6 @@ def bind(adapter: Adapter, base: Checkpoint) -> BoundAdapter:
             f"{len(missing)} tensors of the adapter have no place in the pretrained model, first `{missing[0]}`"
         )
     return BoundAdapter(adapter, base, deltas, replaced, (*notes, *adapter.base_notes(base)))
-
-
-def _find_places(
-    adapter: Adapter, wanted: list[str], targets: Mapping[str, str], base: Checkpoint
-) -> dict[str, Spelling]:
-    """Where the base keeps each tensor; those without a place are left out where that is no mistake."""
-    if set(wanted) <= base.keys():
-        return {name: Spelling(name, name) for name in wanted}
-    reason, names = None, dict[str, str]()
-    try:
-        names = _find_names(adapter, wanted, targets, base)
-    except CheckpointError as error:
-        reason = error
-    if len(names) < len(wanted):
-        common = CommonNames(base)
-        spelt = {common_name(name): name for name in wanted}
-        try:
-            found = _find_names(adapter, list(spelt), {common_name(name) for name in targets}, common)
-        except CheckpointError:  # what it says is in names that nobody has seen
-            found = {}
-        if len(found) > len(names):
-            return {spelt[name]: common.places[place] for name, place in found.items()}
-    if reason is not None:
-        raise reason
-    return {name: Spelling(place, place) for name, place in names.items()}
-
-
-def _find_names(adapter: Adapter, wanted: list[str], targets: Collection[str], base: Checkpoint) -> dict[str, str]:
-    """The base's name of each tensor; those without one are left out where that is no mistake."""
-    saved = adapter.config.get("modules_to_save") or []
-    tower = set(counterparts(wanted, vision_only(base)))  # one tower has no place for the factors of the other
-    must = [name for name in wanted if name in tower and not (is_tied_candidate(name) or _is_saved(name, saved))]
-    if not any(name in targets for name in must):
-        must = [name for name in wanted if name in targets]
-    names = match_names(must, base, wanted)
-    return names | names_alike(names, [name for name in wanted if name not in names], base)
 
 
 def _convert_layout(
@@ -350,8 +313,3 @@ def _is_transposed(adapter: Adapter, name: str, shapes: Mapping[str, tuple[int, 
     except ValueError:  # nothing beside it tells
         parts = []
     return parts[0].transposed if parts else bool(adapter.config.get("fan_in_fan_out"))
-
-
-def _is_saved(name: str, saved: Iterable[str]) -> bool:
-    """Whether a tensor is of a module that the adapter's settings name as saved whole."""
-    return any(f".{name}".rpartition(".")[0].endswith(f".{module}") or f".{module}." in f".{name}" for module in saved)

@@ -107,6 +107,8 @@ class Adapter(View):
         known = "|".join([*(name for kind in self._type.kinds for name in kind.factors), MAGNITUDE])
         pattern = rf"(?P<module>.+)\.(?P<name>{known})(?:\.default)?(?P<bias>\.bias)?(?:\.weight)?"
         for key in self:
+            if ".original_module." in key:  # what a saved module replaces, which peft keeps beside it
+                continue
             name = re.sub(r"^(?:(?:module|_orig_mod)\.)*base_model\.model\.", "", key)
             name = re.sub(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)", "", name)
             factor = re.fullmatch(pattern, name)

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,7 +38,11 @@ class CommonNames(Checkpoint):
     def __init__(self, tensors: Checkpoint) -> None:
         self.source, self.folder, self.notes = tensors.source, tensors.folder, tensors.notes
         self._tensors = tensors
-        found = [place for name in tensors for place in spellings(name, tensors.shape(name))]
+        found = [
+            replace(place, parameter=name)
+            for name in tensors
+            for place in spellings(_unwrap(name), tensors.shape(name))
+        ]
         counts = Counter(place.name for place in found)
         self.places: dict[str, Spelling] = {place.name: place for place in found if counts[place.name] == 1}
 

@@ -190,6 +190,20 @@ def test_an_adapter_crosses_layouts(prefix: str, tmp_path: Path) -> None:
     assert ContinualMerger(base, Add()).fold(tmp_path, "task1").notes == ()
 
 
+def test_biases_and_norms_cross_layouts(tmp_path: Path) -> None:
+    """As the dense model that peft makes does."""
+    base = {name: tensor.clone() for name, tensor in tiny.open_clip_model().state_dict().items()}
+    settings = QV | {"bias": "all", "modules_to_save": ["layer_norm1"]}
+    wrapped = trained(tiny.hf_vision(), tmp_path, **settings)
+    found, dense = bound(base, tmp_path), unloaded(wrapped)
+    assert found.notes == ()
+    start = "visual.transformer.resblocks.1"
+    for ours, theirs in (("mlp.c_proj.bias", "mlp.fc2.bias"), ("ln_1.weight", "layer_norm1.weight")):
+        assert torch.equal(found[f"{start}.{ours}"], dense[f"encoder.layers.1.{theirs}"])
+    parts = [dense[f"encoder.layers.1.self_attn.{part}_proj.bias"] for part in "qkv"]
+    assert torch.equal(found[f"{start}.attn.in_proj_bias"], torch.cat(parts))
+
+
 def test_factors_that_belong_nowhere_are_refused(adapter: Path) -> None:
     """All of them, or one of many."""
     one = "base_model.model.encoder.layers.1.self_attn.q_proj"
