@@ -57,9 +57,22 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
             f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "
             f"of {len(wanted)} tensors, first `{unknown[0]}`; convert it to the pretrained model's layout."
         )
+    sources = {name: theirs[part.name].parameter for name in blocks for part in parts[name]}
+    _refuse_other_rotary_order(incoming, sources)
     return _Converted(
         incoming, {name: [(part, theirs[part.name]) for part in parts[name]] for name in parts if name in known}
     )
+
+
+def _refuse_other_rotary_order(incoming: Checkpoint, sources: Mapping[str, str]) -> None:
+    """Refuse Meta's ``wq`` and ``wk`` for transformers' names or the reverse: rows lie in another order."""
+    for name, source in sources.items():
+        ours, other = (not {"wq", "wk"}.isdisjoint(text.split(".")) for text in (name, source))
+        if ours != other:
+            raise CheckpointError(
+                f"{incoming.source} holds `{source}` for the pretrained model's `{name}`: in the makers' layout (`wq`, "
+                "`wk`) the rows of a head lie in another order than in transformers'; save both by one library."
+            )
 
 
 def turn_alike(pretrained: Checkpoint, incoming: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
