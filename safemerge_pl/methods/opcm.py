@@ -91,7 +91,7 @@ class OPCM(MergeMethod):
 
 
 def project_out(task: Tensor, merged: Tensor, alpha: float, *, zero_diagonal: bool = False) -> Tensor:
-    r"""Task vectors without their part in the leading subspace of the accumulated ones (METHODS 8, thin form).
+    r"""Task vectors without their part in the leading subspace of the accumulated ones (thin form).
 
     :math:`\tau - U_r(U_r^\top\tau V_r)V_r^\top`, where ``r`` components hold at most the share ``alpha`` of the sum of
     singular values (the component that crosses it is not protected).
