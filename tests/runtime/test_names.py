@@ -63,7 +63,7 @@ def study(**options: Any) -> Study:
         (lambda: StudyFigure("a.png", "H", "BWT").y, ["BWT"]),  # type: ignore[arg-type]
         (lambda: StudyFigure("a.png", "H", ["BWT"], rows="row").rows, ["row"]),  # type: ignore[arg-type]
         (
-            lambda: [v for v, _ in StudyRow("a", TaskArithmetic(), vary={"scaling": 0.5}).methods("x")],  # type: ignore[dict-item]
+            lambda: [row[0] for row in StudyRow("a", TaskArithmetic(), vary={"scaling": 0.5}).methods("x")],  # type: ignore[dict-item]
             [{"scaling": 0.5}],
         ),
     ],
