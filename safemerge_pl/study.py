@@ -70,7 +70,7 @@ class StudyRow:
             MisconfigurationException: if the method has no such setting, or refuses a value.
         """
         grid = [each if isinstance(each, (list, tuple)) else [each] for each in self.vary.values()]
-        settings = list(self.method.settings())
+        settings = [*self.method.settings(), "max_response"]
         for name in (*self.vary, *(name for given in self.at.values() for name in given)):
             if name not in settings:
                 raise MisconfigurationException(

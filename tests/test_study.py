@@ -60,6 +60,16 @@ def test_a_study_from_start_to_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert r"SAFE-Merge, keep\_ratio=0.3 & " in latex(again.collect())
 
 
+def test_the_bound_is_varied_like_a_setting_of_the_method() -> None:
+    row = StudyRow("a", TaskArithmetic(), vary={"max_response": [None, 0.02]}, at={"long": {"scaling": 0.1}})
+    assert [(varied, bound) for varied, _, bound in row.methods("short")] == [
+        ({"max_response": None}, None),
+        ({"max_response": 0.02}, 0.02),
+    ]
+    by_stream = StudyRow("b", TaskArithmetic(), at={"long": {"max_response": 0.05}}, max_response=0.02)
+    assert [[bound for *_, bound in by_stream.methods(stream)] for stream in ("short", "long")] == [[0.02], [0.05]]
+
+
 def test_a_cell_equals_the_stream_under_lightning(tmp_path: Path, make_trainer: Any, module: Any) -> None:
     from safemerge_pl.callbacks import MergeCallback
 
