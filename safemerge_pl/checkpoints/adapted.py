@@ -14,7 +14,7 @@ from safemerge_pl.checkpoints.adapter import Adapter, Factors
 from safemerge_pl.checkpoints.adapter_config import REMEDY
 from safemerge_pl.checkpoints.adapter_places import find_places
 from safemerge_pl.checkpoints.adapter_types import MAGNITUDE
-from safemerge_pl.checkpoints.layouts import layer_index
+from safemerge_pl.checkpoints.layouts import layer_index, refuse_other_order
 from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
 
@@ -219,6 +219,7 @@ def _convert_layout(
             raise CheckpointError(
                 f"{adapter.source}: the adapter's `{module}` has no place in {base.source}: {reason}"
             ) from reason
+        refuse_other_order(((place.parameter, name) for place in places if place), adapter.source)
         for part, place in zip(parts, places, strict=True):
             assert place is not None
             if part.shape != place.shape:

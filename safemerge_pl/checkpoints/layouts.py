@@ -13,7 +13,10 @@ from safemerge_pl.architectures.pieces import pieces_of
 from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["convert_layout", "layer_index", "turn_alike"]
+__all__ = ["convert_layout", "layer_index", "refuse_other_order", "turn_alike"]
+
+_ROTARY_PAIRS = {"wq", "wk"}
+"""What Meta and Mistral call the matrices whose rows they keep in another order than transformers."""
 
 
 def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) -> Checkpoint | None:
@@ -57,21 +60,31 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
             f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "
             f"of {len(wanted)} tensors, first `{unknown[0]}`; convert it to the pretrained model's layout."
         )
-    sources = {name: theirs[part.name].parameter for name in blocks for part in parts[name]}
-    _refuse_other_rotary_order(incoming, sources)
+    refuse_other_order(
+        ((name, theirs[part.name].parameter) for name in blocks for part in parts[name]), incoming.source
+    )
     return _Converted(
         incoming, {name: [(part, theirs[part.name]) for part in parts[name]] for name in parts if name in known}
     )
 
 
-def _refuse_other_rotary_order(incoming: Checkpoint, sources: Mapping[str, str]) -> None:
-    """Refuse Meta's ``wq`` and ``wk`` for transformers' names or the reverse: rows lie in another order."""
-    for name, source in sources.items():
-        ours, other = (not {"wq", "wk"}.isdisjoint(text.split(".")) for text in (name, source))
-        if ours != other:
+def refuse_other_order(pairs: Iterable[tuple[str, str]], source: str) -> None:
+    """Refuse to take Meta's ``wq`` and ``wk`` for transformers' matrices or the reverse.
+
+    Rotary embeddings turn neighbouring rows there and rows half a head apart here, so equal rows mean other things.
+
+    Args:
+        pairs: name in the pretrained model -> name in the incoming one.
+        source: the incoming model, for the message.
+
+    Raises:
+        CheckpointError: naming the first pair of which one side alone is of that layout.
+    """
+    for ours, theirs in pairs:
+        if _ROTARY_PAIRS.isdisjoint(ours.split(".")) != _ROTARY_PAIRS.isdisjoint(theirs.split(".")):
             raise CheckpointError(
-                f"{incoming.source} holds `{source}` for the pretrained model's `{name}`: in the makers' layout (`wq`, "
-                "`wk`) the rows of a head lie in another order than in transformers'; save both by one library."
+                f"{source} holds `{theirs}` for the pretrained model's `{ours}`: in the makers' layout (`wq`, `wk`) "
+                "the rows of a head lie in another order than in transformers'; save both by one library."
             )
 
 
