@@ -50,6 +50,7 @@ class LiveMerger:
             vector is what the task's own training changed.
         rest: what becomes of the module's tensors that are not merged: ``"pretrained"`` puts them back at every
             boundary, as in the paper; ``"keep"`` leaves them as trained last.
+        max_response: bounds what is deployed, see :class:`~safemerge_pl.merger.ContinualMerger`.
 
     Attributes:
         module: the module.
@@ -330,8 +331,7 @@ class LiveMerger:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
         saved = read_merge(local_path(folder))
-        if options.get("max_response", "auto") == "auto":
-            options["max_response"] = saved.values.get("max_response")
+        options["max_response"] = saved.bound(options.get("max_response", "auto"))
         merger = cls(module, method or rebuild_method(saved.values["method"]), pretrained=pretrained, **options)
         merger.merger.restore(folder)
         return merger

@@ -327,8 +327,7 @@ class ContinualMerger:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
         saved = read_merge(local_path(folder))
-        if options.get("max_response", "auto") == "auto":
-            options["max_response"] = saved.values.get("max_response")
+        options["max_response"] = saved.bound(options.get("max_response", "auto"))
         merger = cls(pretrained, method or rebuild_method(saved.values["method"]), **options)
         merger.restore(folder)
         return merger

@@ -40,10 +40,9 @@ class MergeCallback(L.Callback):
     or ``boundary`` the callback folds what a training loop has just trained, at the end of each task.
 
     The weights that training starts from are the pretrained ones, also where the module reads them in ``setup``,
-    ``configure_model`` or ``on_fit_start``. Weights are changed in place and wholly or not
-    at all. The position in the stream is the callback's own and is saved with the checkpoint, so a run that was stopped
-    continues where it was, bit-identical, and nothing is folded twice. ``validate``, ``test`` and ``predict`` fold
-    nothing.
+    ``configure_model`` or ``on_fit_start``. Weights are changed in place, wholly or not at all. The position in the
+    stream is the callback's own and is saved with the checkpoint, so a run that was stopped continues where it was,
+    bit-identical, and nothing is folded twice. ``validate``, ``test`` and ``predict`` fold nothing.
 
     From checkpoints, a model is folded at the start of an epoch, and the epoch's validation scores the merge.
 

@@ -10,8 +10,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.metrics import AccuracyMatrix
+from safemerge_pl.runtime.modes import evaluating
 from safemerge_pl.runtime.names import name_list
-from safemerge_pl.scoring.weights import evaluating
 
 __all__ = ["Score", "StreamScores"]
 

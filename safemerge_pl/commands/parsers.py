@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
+from safemerge_pl.runtime.classes import subclasses
+
 __all__ = ["HintingParser", "Hints"]
 
 
@@ -39,8 +41,8 @@ def _hints(message: str, options: list[str]) -> Iterator[str]:
     for option in [] if of_class else re.findall(r"Option '([\w.]+)' is not accepted", message):
         yield from (hint.replace("'--", "'") for hint in _nearest(f"--{option}", options))
     for name in re.findall(r"Expected a dot import path string: ([\w.]+)", message):
-        for base in re.findall(r"<class '([\w.]+)'>", message):
-            yield from _nearest(name, [kind.__name__ for kind in _below(_imported(base))])
+        for base in map(_imported, re.findall(r"<class '([\w.]+)'>", message)):
+            yield from _nearest(name, [kind.__name__ for kind in _derived(base)])
 
 
 def _nearest(name: str, known: list[str]) -> Iterator[str]:
@@ -62,14 +64,13 @@ def _accepted(kind: Any) -> list[str]:
     if not isinstance(kind, type):
         return []
     found: list[str] = []
-    for each in (kind, *(below for below in _below(kind) if below.__module__.startswith("safemerge_pl."))):
+    for each in (kind, *(below for below in _derived(kind) if below.__module__.startswith("safemerge_pl."))):
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(each, fail_untyped=False)
         found += [action.dest for action in parser._actions]
     return found
 
 
-def _below(kind: Any) -> list[type]:
-    """All classes derived from one."""
-    found: list[type] = kind.__subclasses__() if isinstance(kind, type) and kind is not type else []
-    return [*found, *(deeper for each in found for deeper in _below(each))]
+def _derived(kind: Any) -> list[type]:
+    """All classes derived from one; none where it is no class that is imported."""
+    return list(subclasses(kind)) if isinstance(kind, type) else []

@@ -15,6 +15,7 @@ from safemerge_pl.checkpoints.open import open_checkpoint
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.methods.base import MergeMethod
+from safemerge_pl.runtime.modes import evaluating
 
 __all__ = ["computed_weights", "refuse_computed", "refuse_missing"]
 
@@ -114,11 +115,6 @@ def _computed_in(part: nn.Module) -> Iterator[tuple[str, str]]:
 @torch.no_grad()
 def _weight(part: nn.Module, name: str) -> Tensor:
     """A computed weight; in evaluation mode, since a spectral norm moves its estimates whenever it is asked."""
-    modes = {each: each.training for each in part.modules()}
-    part.eval()
-    try:
+    with evaluating(part):
         weight: Tensor = getattr(part, name)
         return weight.detach().clone()
-    finally:
-        for each, mode in modes.items():
-            each.training = mode

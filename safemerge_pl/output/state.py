@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
+from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.output.files import MASTER_FILE, STATE_FILE
@@ -65,6 +66,10 @@ class SavedMerge:
         """
         index = self.folder / f"{MASTER_FILE}.index.json"
         return open_checkpoint(index if index.exists() else self.folder / MASTER_FILE)
+
+    def bound(self, asked: MaxResponse) -> MaxResponse:
+        """The bound to go on with: that of then, unless another is asked for than ``"auto"``."""
+        return self.values.get("max_response") if asked == "auto" else asked
 
     def ledger(self) -> list[str]:
         """One line of JSON per fold, as they stand there."""

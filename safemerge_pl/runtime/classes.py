@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["build_stored", "own_path", "stored_class", "stored_paths"]
+__all__ = ["build_stored", "own_path", "stored_class", "stored_paths", "subclasses"]
 
 Base = TypeVar("Base")
 
@@ -49,7 +49,7 @@ def stored_class(
         safemerge_pl.errors.CheckpointError: a file names os.system, which is no Shape that is imported; pass the shape.
     """
     if isinstance(path, str):
-        found = [kind for kind in _subclasses(base) if path == own_path(kind) or public(path) == public(own_path(kind))]
+        found = [kind for kind in subclasses(base) if path == own_path(kind) or public(path) == public(own_path(kind))]
         if found:
             return found[-1]  # a class that was defined again stands behind its earlier self
     raise CheckpointError(f"{source} names {_shown(path)}, which is no {base.__name__} that is imported; {remedy}.")
@@ -96,10 +96,16 @@ def stored_paths(content: Any) -> Iterator[Any]:
             yield from stored_paths(value)
 
 
-def _subclasses(base: type[Base]) -> Iterator[type[Base]]:
+def subclasses(base: type[Base]) -> Iterator[type[Base]]:
+    """All classes that are derived from one and imported.
+
+    Example:
+        >>> CheckpointError in subclasses(ValueError)
+        True
+    """
     for kind in type.__subclasses__(base):
         yield kind
-        yield from _subclasses(kind)
+        yield from subclasses(kind)
 
 
 def _shown(path: object) -> str:

@@ -1,7 +1,7 @@
 """Score the weights that a backbone holds."""
 
+from safemerge_pl.runtime.modes import evaluating as evaluating
 from safemerge_pl.scoring.scorer import Scorer as Scorer
-from safemerge_pl.scoring.weights import evaluating as evaluating
 from safemerge_pl.scoring.weights import expert_weights as expert_weights
 from safemerge_pl.scoring.weights import swapped_weights as swapped_weights
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.data.labelled import SetScore
 from safemerge_pl.data.module import StreamDataModule
+from safemerge_pl.runtime.modes import evaluating
 from safemerge_pl.scoring.disk_cache import keep_score, read_score, score_file
-from safemerge_pl.scoring.weights import evaluating
 
 __all__ = ["Scorer"]
 

@@ -10,19 +10,7 @@ from safemerge_pl.checkpoints.fit import align, bind_adapter
 from safemerge_pl.checkpoints.open import CheckpointError, Source, match_names, open_checkpoint
 from safemerge_pl.checkpoints.tensors import tied_names
 
-__all__ = ["evaluating", "expert_weights", "swapped_weights"]
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards each sub-module has its own mode again."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
+__all__ = ["expert_weights", "swapped_weights"]
 
 
 def expert_weights(tower: nn.Module, source: Source, pretrained: Source | None = None) -> dict[str, Tensor]:
