@@ -61,17 +61,23 @@ def test_checkpoint_is_plain_small_and_rebuilds_the_module(
     assert again.matrix.compute()["ACC"] == module.matrix.compute()["ACC"]  # type: ignore[union-attr]
 
 
-def test_a_row_cut_short_is_refused(
-    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make, monkeypatch: Any
-) -> None:
-    """A validation that saw fewer images must not enter the matrix."""
+@pytest.fixture
+def skips_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every validation leaves out its first batch."""
     original = ContinualMergeModule.validation_step
 
-    def skips_first(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def skip(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if batch_idx:
             original(self, batch, batch_idx, dataloader_idx)
 
-    monkeypatch.setattr(ContinualMergeModule, "validation_step", skips_first)
+    monkeypatch.setattr(ContinualMergeModule, "validation_step", skip)
+
+
+@pytest.mark.usefixtures("skips_first")
+def test_a_row_cut_short_is_refused(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make
+) -> None:
+    """A validation that saw fewer images must not enter the matrix."""
     with pytest.raises(RuntimeError, match="only 24 of 40 images of 'font_category' were scored"):
         make_trainer(merge_callback()).fit(module, small_data())
 
@@ -128,16 +134,10 @@ def test_a_limit_of_one_batch_in_the_other_stages(verb: str, small_data: Make, m
     assert set(module.last_scores) == {*TASKS, "clipart_category", "ACC", "Gen", "H"}
 
 
+@pytest.mark.usefixtures("skips_first")
 def test_the_limit_of_another_stage_excuses_nothing(
-    module: ContinualMergeModule, small_data: Make, make_trainer: Make, monkeypatch: Any
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make
 ) -> None:
-    original = ContinualMergeModule.validation_step
-
-    def skips_first(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        if batch_idx:
-            original(self, batch, batch_idx, dataloader_idx)
-
-    monkeypatch.setattr(ContinualMergeModule, "validation_step", skips_first)
     with pytest.raises(RuntimeError, match="only 24 of 40 images"):
         make_trainer(limit_test_batches=1).validate(module, small_data(), verbose=False)
 

@@ -10,6 +10,7 @@ import torch
 from tiny import seeded, tuned
 
 from safemerge_pl.data import CLIPBenchmarkData
+from safemerge_pl.data.image_files import open_rows
 from safemerge_pl.data.image_sets import SetSpec, find_spec
 from safemerge_pl.zoo import Zoo
 
@@ -99,6 +100,11 @@ def write_set(root: Path, name: str, count: int = 5, **changes: Any) -> Path:
     place.mkdir(parents=True, exist_ok=True)
     rows.to_parquet(place / changes.get("file", f"{spec.split}-00000-of-00001.parquet"))
     return root
+
+
+def rows_of(folder: Path, name: str = "eurosat", **kwargs: Any) -> Any:
+    """The test split of a set that :func:`write_set` wrote, of pictures of any size."""
+    return open_rows(find_spec(name), str(folder), str(folder / "cache"), any_size=True, **kwargs)
 
 
 def write_tar(path: Path, suffix: str, images: Iterable[Any], labels: Iterable[Any]) -> Path:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from fitting import notes, refusal, tower_at
 from safetensors.torch import save_file
 from tiny import (
     FC1,
     Add,
-    Tensors,
     as_file,
     folded,
     fresh,
@@ -86,28 +86,6 @@ def test_another_size_that_one_merge_takes_is_still_refused_by_another() -> None
 
 
 # what may differ
-
-POSITIONS = "embeddings.position_embedding.weight"
-
-
-def tower_at(image_size: int, seed: int = 0) -> Tensors:
-    """One tower, and fine-tunes of it by seed, with the position table that an image size takes."""
-    tensors = tiny.copied(tiny.hf_vision().state_dict())
-    tensors = tiny.tuned(tensors, seed) if seed else tensors
-    rows = (image_size // 4) ** 2 + 1
-    return tensors | {POSITIONS: tiny.randn(rows, 8), "embeddings.position_ids": torch.arange(rows)[None]}
-
-
-def refusal(merger: ContinualMerger, incoming: Any) -> str:
-    before = merger.fingerprint()
-    with pytest.raises(CheckpointError) as caught:
-        merger.fold(incoming, "task1")
-    assert merger.fingerprint() == before
-    return str(caught.value)
-
-
-def notes(base: Any, incoming: Any, **settings: Any) -> tuple[str, ...]:
-    return ContinualMerger(base, Add(), **settings).fold(incoming, "task1").notes
 
 
 def test_a_partitioned_checkpoint_is_called_one() -> None:

@@ -1,30 +1,15 @@
 """Image sets in files as the hub and folders have them; what is not as described is refused with the remedy."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
-from tiny_hub import labels_of, picture, snapshot, write_set, write_tar
+from tiny_hub import labels_of, picture, rows_of, snapshot, write_set, write_tar
 
 from safemerge_pl.data.image_files import choose_files, open_rows
 from safemerge_pl.data.image_sets import TASKS, find_spec
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing of the user's is read or written."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
-
-
-def rows_of(tmp_path: Path, name: str = "eurosat", **kwargs: Any) -> Any:
-    return open_rows(find_spec(name), str(tmp_path), str(tmp_path / "cache"), any_size=True, **kwargs)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.mark.parametrize("name", [*TASKS, "imagenet", "imagenet-r", "objectnet"])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import TaskArithmetic
-from safemerge_pl.scoring import evaluating, expert_weights, swapped_weights
+from safemerge_pl.scoring import expert_weights, swapped_weights
 
 SHARED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
@@ -51,20 +51,6 @@ def test_an_expert_that_untied_its_head_is_refused() -> None:
         expert_weights(tied, untied)
     with pytest.raises(CheckpointError, match=r"lacks 1 of \d+ tensors to merge, first `lm_head.weight`"):
         expert_weights(t5(), {name: tensor for name, tensor in untied.items() if name != "lm_head.weight"})
-
-
-def test_each_part_has_its_own_mode_again() -> None:
-    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
-    model[1].eval()
-
-    def breaks() -> None:
-        with evaluating(model):
-            assert not any(part.training for part in model.modules())
-            raise RuntimeError("inside")
-
-    with pytest.raises(RuntimeError, match="inside"):
-        breaks()
-    assert [part.training for part in model.modules()] == [True, True, False, False]
 
 
 def test_weights_return_whatever_happens() -> None:
