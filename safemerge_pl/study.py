@@ -200,10 +200,9 @@ class Study:
             measured += index in missing
             left = (time.perf_counter() - start) / max(measured, 1) * (len(missing) - measured)
             note = f"at most {left / 60:.0f} min left" if index in missing else "known"
-            self._say(index, cells, json.loads(paths[index].read_text()), note)
+            self._say(index, cells, _kept(paths[index]), note)
         self.results = [
-            {"row": cell.row, "stream": cell.stream, "order": cell.order, "varied": cell.varied}
-            | json.loads(path.read_text())
+            {"row": cell.row, "stream": cell.stream, "order": cell.order, "varied": cell.varied} | _kept(path)
             for cell, path in zip(cells, paths, strict=True)
         ]
         write_study(self.collect(), self.folder)
@@ -291,7 +290,7 @@ class Study:
     def _reference_rows(self, stream: str, scorer: Scorer) -> dict[str, dict[str, Any]]:
         """Scores of the pretrained model and of the experts on their own, measured once and kept."""
         known = self.folder / "cells" / f"references-{self._hash(stream, {})}.json"
-        kept = json.loads(known.read_text()) if known.exists() else {}
+        kept = _kept(known) if known.exists() else {}
         rows = {key: kept[name] for key, name in _REFERENCES.items() if name in kept}
         wanted = [key for key, want in zip(_REFERENCES, (self.pretrained, self.individual), strict=True) if want]
 
@@ -335,6 +334,16 @@ class Study:
             **extra,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """What an earlier run measured; plain values, nothing of which is ever built or called."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise MisconfigurationException(
+            f"{path} is damaged ({error}); remove it, and what it held is measured again."
+        ) from error
 
 
 def _bound(cell: Cell) -> dict[str, float]:

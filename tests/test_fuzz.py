@@ -323,10 +323,12 @@ def test_a_ledger(tmp_path: Path) -> None:
 def test_the_description_of_a_set(tmp_path: Path) -> None:
     import yaml
 
-    whole = (FOLDER / "eurosat.yaml").read_bytes()
-    content, file = yaml.safe_load(whole), tmp_path / "set.yaml"
+    file = tmp_path / "set.yaml"
+    wholes = [(FOLDER / name).read_bytes() for name in ("eurosat.yaml", "mnist.yaml", "imagenet-r.yaml")]
+    contents = [yaml.safe_load(whole) for whole in wholes]
     for seed in range(200):
         rng = random.Random(seed)
-        text = yaml.safe_dump(odd_value(content, rng)).encode() if seed % 2 else rng.choice(CHANGES)(whole, rng)
+        whole, content = wholes[seed % 3], contents[seed % 3]
+        text = json.dumps(odd_value(content, rng)).encode() if seed % 2 else rng.choice(CHANGES)(whole, rng)
         file.write_bytes(text)
         refused(lambda: SetSpec.read(file), ValueError)

@@ -32,7 +32,7 @@ from safemerge_pl.methods import MergeMethod
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.files import LEDGER_FILE, STATE_FILE
 from safemerge_pl.runtime.classes import stored_class
-from safemerge_pl.runtime.disk_cache import kept_tensor
+from safemerge_pl.runtime.disk_cache import load_tensor
 from safemerge_pl.scoring.disk_cache import read_score
 
 HERE = Path(__file__).parent / "written_by_0_1"
@@ -351,10 +351,10 @@ def test_what_is_kept_on_disk(ran: Path, tmp_path: Path) -> None:
     """Heads, bases and scores of earlier runs."""
     file = tmp_path / "kept"
     file.write_bytes(pickle.dumps(Touch(ran)))
-    assert kept_tensor(file) is None
+    assert load_tensor(file) is None
     assert read_score(file) is None
     torch.save({"tensor": Touch(ran)}, file)
-    assert kept_tensor(file) is None
+    assert load_tensor(file) is None
     assert read_score(file) is None
 
 
@@ -372,6 +372,20 @@ def test_a_ledger(ran: Path, tmp_path: Path) -> None:
     line = json.dumps({"index": 1, "merged": described("os.system", ran)})
     (out / LEDGER_FILE).write_text(f"!!python/object/apply:os.system ['touch {ran}']\n{line}\n")
     assert len(ContinualMerger.load(out, tower()).ledger) == 1
+
+
+def test_the_cells_of_a_study(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    MAKE["experts"](Path("experts"))
+    shutil.copytree(HERE / "cells", tmp_path / "study" / "cells")
+    cells = sorted((tmp_path / "study" / "cells").glob("*.json"))
+    for cell in cells:
+        change(cell, settings=described(f"{MODULE}.call", ran), merged=described("os.system", ran))
+    MAKE["small_study"]("study").run()
+    for content in ("{", "[1]", "!!python/object/apply:os.system ['touch x']", "[" * 5000):
+        cells[0].write_text(content)
+        with pytest.raises(MisconfigurationException, match=r"is damaged .* measured again"):
+            MAKE["small_study"]("study").run()
 
 
 # models in the libraries' own formats

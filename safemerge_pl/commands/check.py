@@ -100,7 +100,12 @@ def check_stream(
         needed = output_size(plan, base, "float32")
     except ValueError as error:
         return facts, [*problems, f"merged model: {error}"]
-    facts.append(f"disk for the merged model: at most {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB free in {place}")
+    facts.append(f"disk for the merged model: at most {needed / 2**20:.0f} MiB, {_rounded(free)} free in {place}")
     if needed > free:
         problems.append(f"{place} has {free / 2**20:.0f} MiB free, the merged model needs {needed / 2**20:.0f} MiB.")
     return facts, problems
+
+
+def _rounded(size: int) -> str:
+    """A size as coarse as a decision needs it, so that two checks in a row say the same."""
+    return f"{size / 2**30:.0f} GiB" if size >= 10 * 2**30 else f"{size / 2**20:.0f} MiB"

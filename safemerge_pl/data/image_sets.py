@@ -156,7 +156,11 @@ def _classes(classes: Any, path: Path) -> tuple[str, ...]:
         if unknown or classes.get("open_clip") != "imagenet":
             raise ValueError(f"{path}: classes are a list, or `open_clip: imagenet` with `indices`.")
         every = open_clip.IMAGENET_CLASSNAMES
-        return tuple(every[index] for index in classes.get("indices", range(len(every))))
+        indices = classes.get("indices", range(len(every)))
+        whole = isinstance(indices, (list, range)) and all(type(index) is int for index in indices)
+        if not whole or not all(0 <= index < len(every) for index in indices):
+            raise ValueError(f"{path}: `indices` must be whole numbers from 0 to {len(every) - 1}.")
+        return tuple(every[index] for index in indices)
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise ValueError(f"{path}: classes must be names in label order; put quotes around numbers, yes and no.")
     return tuple(classes)
