@@ -30,9 +30,13 @@ _ITERATED_ON = ("cuda",)
 
 
 def numerical_rank_tolerance(shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Relative size below which a singular value of a ``(..., m, n)`` matrix counts as zero: ``max(m, n) * eps``.
+    """Compute the relative size below which a singular value counts as zero: ``max(m, n) * eps``.
 
     This is the rule of ``numpy.linalg.matrix_rank``, with the rounding error ``eps`` of the dtype the data came in.
+
+    Args:
+        shape: ``(..., m, n)`` of the matrix.
+        dtype: of the data.
 
     Example:
         >>> numerical_rank_tolerance((4, 8), torch.float64) == 8 * torch.finfo(torch.float64).eps
@@ -42,7 +46,7 @@ def numerical_rank_tolerance(shape: tuple[int, ...], dtype: torch.dtype) -> floa
 
 
 def right_singular_basis(matrices: Tensor, rank: int) -> Tensor:
-    r"""Leading right singular vectors of each matrix (the :math:`V` of paper section 4.1), cut at numerical rank.
+    r"""Compute the leading right singular vectors of each matrix (:math:`V`, paper section 4.1), cut at numerical rank.
 
     Single-precision input is decomposed through the Gram matrix of its shorter side in double precision, which resolves
     singular values down to ``1e-8`` of the largest one, far below the numerical rank of single precision.
@@ -82,7 +86,7 @@ def right_singular_basis(matrices: Tensor, rank: int) -> Tensor:
 
 
 def complement_basis(vectors: Tensor, basis: Tensor) -> Tensor:
-    r"""Orthonormal basis of :math:`(I - QQ^\top)V` (Eq. 5), rank-revealing.
+    r"""Compute an orthonormal basis of :math:`(I - QQ^\top)V` (Eq. 5), rank-revealing.
 
     What remains of ``vectors`` outside the span of ``basis`` may have lower rank than ``vectors``. A plain QR would
     fill the missing columns with arbitrary directions; here they are zero.
@@ -113,14 +117,17 @@ def complement_basis(vectors: Tensor, basis: Tensor) -> Tensor:
 
 
 def thin_svd(matrices: Tensor, rank: Callable[[Tensor], int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD in double precision: ``U (L, d_out, r)``, ``S (L, k)``, ``V (L, d_in, r)``, ``k = min(d_out, d_in)``.
+    """Compute the thin SVD of each matrix in double precision.
 
     Components beyond the numerical rank are zero, vectors as well as values. Single-precision input goes through the
     Gram matrix of its shorter side, as in :func:`right_singular_basis`, in a third of the time.
 
     Args:
         matrices: ``(L, d_out, d_in)``.
-        rank: says how many leading vectors ``r`` are wanted, once the singular values are known; all if left out.
+        rank: gets the singular values ``(L, k)`` and gives the number ``r`` of leading vectors; all if left out.
+
+    Returns:
+        ``U (L, d_out, r)``, ``S (L, k)`` and ``V (L, d_in, r)`` with ``k = min(d_out, d_in)``.
 
     Example:
         >>> u, s, v = thin_svd(torch.tensor([[[0.0, 2.0]]]))
@@ -147,12 +154,15 @@ def thin_svd(matrices: Tensor, rank: Callable[[Tensor], int] | None = None) -> t
 
 
 def polar_factor(matrices: Tensor, tolerance: float | None = None) -> tuple[Tensor, Tensor]:
-    r"""Singular values ``(L, k)`` and the factor :math:`UV^\top` ``(L, d_out, d_in)``, in the input's dtype.
+    r"""Compute the singular values and the polar factor :math:`UV^\top` of each matrix.
 
     Args:
         matrices: ``(L, d_out, d_in)``.
         tolerance: directions of singular values up to this share of the largest are left out of the factor; by default
             the numerical rank decides. 0 keeps arbitrary directions of a rank-deficient matrix.
+
+    Returns:
+        Values ``(L, k)`` and factor ``(L, d_out, d_in)``, in the input's dtype.
 
     Example:
         >>> polar_factor(torch.tensor([[[0.0, 2.0], [0.0, 0.0]]]))[1].tolist()
@@ -175,16 +185,16 @@ def polar_factor(matrices: Tensor, tolerance: float | None = None) -> tuple[Tens
 
 
 def orthogonalize_jointly(first: Tensor, second: Tensor, precision: torch.dtype) -> Tensor:
-    r"""The polar factor of two bases side by side: the nearest columns that are orthogonal together.
+    r"""Replace two bases by the nearest columns that are all orthogonal: the polar factor of both side by side.
 
     It is :math:`[A\,B]\,([A\,B]^\top[A\,B])^{-1/2}`, and the SVD :math:`A^\top B = P\,\mathrm{diag}(\sigma)\,Q^\top` of
-    half the size has it all: :math:`[P; \pm Q]/\sqrt2` are the eigenvectors of the Gram matrix and
+    half the size gives it: :math:`[P; \pm Q]/\sqrt2` are the eigenvectors of the Gram matrix and
     :math:`1 \pm \sigma` its eigenvalues. A direction that both bases have is shared between its two columns.
 
     Args:
         first: ``A``, ``(L, d, h)`` with orthonormal or zero columns, float64.
         second: ``B``, likewise.
-        precision: dtype of the data that both were worked out from; it says which directions are the same.
+        precision: dtype of the data that both come from; it decides which directions count as the same.
 
     Returns:
         ``(L, d, 2 h)``; zero columns stay zero.
@@ -238,7 +248,7 @@ def _refine_near_ones(
 
 
 def _real(values: Tensor, tolerance: float) -> Tensor:
-    """Which of the falling singular values ``(L, k)`` belong to a direction that a matrix has."""
+    """Find which of the falling singular values ``(L, k)`` belong to a direction that a matrix has."""
     return (values > tolerance * values[:, :1]) & (values > 0)
 
 
@@ -263,7 +273,7 @@ def _leading_basis(matrices: Tensor, rank: int) -> Tensor:
 
 
 def _gram_svd(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values ``(L, k)``, falling, and right vectors ``(L, d_in, k)`` of double-precision matrices.
+    """Compute singular values ``(L, k)``, falling, and right vectors ``(L, d_in, k)`` of double-precision matrices.
 
     Exact to ``1e-8`` of the largest value, which is far below the numerical rank of single precision.
     """
@@ -282,7 +292,7 @@ def _gram_svd(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lower_gram(wide: Tensor) -> Tensor:
-    """``A^T A`` from the diagonal down, which is all that ``eigh`` reads; large ones cost five eighths of a product."""
+    """Compute ``A^T A`` from the diagonal down, all that ``eigh`` reads: 5/8 of the work for large matrices."""
     size = wide.shape[-1]
     if size < _LARGE:
         return wide.mT @ wide
@@ -294,7 +304,7 @@ def _lower_gram(wide: Tensor) -> Tensor:
 
 
 def _svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD that tries the whole stack, then each matrix on the CPU, before it gives up."""
+    """Compute the thin SVD of the whole stack, or of each matrix on the CPU if that fails."""
     try:
         u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
     except RuntimeError:
@@ -304,7 +314,7 @@ def _svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _svd_alone(matrix: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """SVD of one matrix; where the solver fails, the transpose is another problem with the same answer."""
+    """Compute the SVD of one matrix, or of its transpose, on which a failing solver may succeed."""
     try:
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     except RuntimeError:

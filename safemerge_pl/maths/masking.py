@@ -15,7 +15,7 @@ Keep = Literal["low", "high"]
 def risk_score(
     task_vector: Tensor, general_basis: Tensor, task_basis: Tensor | None, utility_weight: float = 1.0
 ) -> Tensor:
-    r"""Risk of every entry: what it overwrites less what it is worth, Eq. 6 (Eq. 4 for ``utility_weight=0``).
+    r"""Compute each entry's risk: what it overwrites less what it is worth, Eq. 6 (Eq. 4 for ``utility_weight=0``).
 
     .. math:: R = (\tau Q_0 Q_0^\top)^2 - \beta\,(\tau Q_{new} Q_{new}^\top)^2 \quad\text{entry by entry}
 
@@ -27,6 +27,9 @@ def risk_score(
 
     Returns:
         ``(L, d_out, d_in)``, in squared weight units.
+
+    Raises:
+        ValueError: if ``task_basis`` is missing where it has a weight.
 
     Example:
         >>> tau = torch.tensor([[[2.0, 1.0]]])
@@ -43,7 +46,7 @@ def risk_score(
 
 
 def keep_mask(risk: Tensor, keep_ratio: float, keep: Keep = "low") -> Tensor:
-    r"""Mask of the entries that are merged, Eq. 7: :math:`R \le \mathrm{Quantile}_\rho(R)` layer by layer.
+    r"""Mask the entries that are merged, Eq. 7: :math:`R \le \mathrm{Quantile}_\rho(R)` layer by layer.
 
     The quantile with linear interpolation lies between two neighbours of the sorted scores, so comparing with the
     lower neighbour gives the same mask; that needs a selection, not a sort. Ties are kept together: many equal
@@ -75,7 +78,7 @@ def keep_mask(risk: Tensor, keep_ratio: float, keep: Keep = "low") -> Tensor:
 
 
 def _order_statistic(scores: Tensor, position: int) -> Tensor:
-    """The entry at ``position`` (from 0) of each sorted row, ``(L, n) -> (L, 1)``."""
+    """Find the entry at ``position`` (from 0) of each sorted row, ``(L, n) -> (L, 1)``."""
     if scores.device.type == "cpu":  # linear in the worst case; torch's selection is quadratic on sorted input
         parts = np.partition(scores.numpy(), position, axis=1)
         return torch.from_numpy(parts[:, position : position + 1])

@@ -20,7 +20,7 @@ __all__ = ["RecoveryProblem", "initial_factors", "solve_recovery"]
 
 
 def initial_factors(layers: Sequence[str], recovery_rank: int, d_in: int, *, seed: int, index: int) -> Tensor:
-    """Start of the recovery factor ``A``: entries from N(0, 0.02^2), one private generator a layer.
+    """Draw the start of the recovery factor ``A``: entries from N(0, 0.02^2), one private generator per layer.
 
     The generator is seeded by ``(seed, index, layer name)`` on the CPU, so the values depend neither on the order of
     the layers nor on device, process count or resume, and the global random state is not touched.
@@ -52,7 +52,7 @@ def initial_factors(layers: Sequence[str], recovery_rank: int, d_in: int, *, see
 
 @dataclass(frozen=True)
 class RecoveryProblem:
-    r"""What one stack of layers has to solve: constants of Eqs. 8-12.
+    r"""The constants of Eqs. 8-12 for one stack of layers.
 
     Attributes:
         masked: the mask :math:`M` as 0 and 1 in the task vector's dtype, ``(L, d_out, d_in)``.
@@ -99,13 +99,13 @@ class RecoveryProblem:
         return cls(masked, directions, residual, regularization)
 
     def correction(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        r""":math:`C = M \odot (BA)` of Eq. 8, ``(L, d_out, d_in)``; zero wherever the mask is."""
+        r"""Compute :math:`C = M \odot (BA)` of Eq. 8, ``(L, d_out, d_in)``; zero wherever the mask is."""
         return torch.bmm(b, a, out=out).mul_(self.masked)
 
     def loss_and_gradients(
         self, a: Tensor, b: Tensor, room: Sequence[Tensor | None] = (None,) * 5
     ) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Loss of each layer (Eq. 12) and its gradients.
+        r"""Compute the loss of each layer (Eq. 12) and its gradients.
 
         With :math:`E = E_0 + CW` and :math:`H = M \odot (2EW^\top + 2\mu C)`: :math:`\partial L/\partial B = HA^\top`
         and :math:`\partial L/\partial A = B^\top H`. Sums, never means: Adam's ``eps`` is not scale-free.
@@ -128,14 +128,14 @@ class RecoveryProblem:
         return loss, torch.bmm(b.mT, slope, out=grad_a), torch.bmm(slope, a.mT, out=grad_b)
 
     def room(self) -> list[Tensor]:
-        """Tensors for what :meth:`loss_and_gradients` works out on the way."""
+        """Allocate tensors for the intermediate results of :meth:`loss_and_gradients`."""
         return [torch.empty_like(self.masked), torch.empty_like(self.residual), torch.empty_like(self.masked)]
 
 
 def solve_recovery(problem: RecoveryProblem, recovery_a: Tensor, *, num_steps: int, lr: float) -> tuple[Tensor, Tensor]:
     r"""Run Adam on the factors from ``B = 0`` (Algorithm 1, inner loop).
 
-    Adam is elementwise and the losses are separable, so the stacked solve equals one solve a layer.
+    Adam is elementwise and the losses are separable, so the stacked solve equals one solve per layer.
 
     Args:
         problem: constants of the stack.
@@ -172,7 +172,7 @@ def solve_recovery(problem: RecoveryProblem, recovery_a: Tensor, *, num_steps: i
 
 
 def _squared_norm(matrices: Tensor) -> Tensor:
-    r""":math:`\|X\|_F^2` of each matrix, ``(L, m, n) -> (L,)``."""
+    r"""Compute :math:`\|X\|_F^2` of each matrix, ``(L, m, n) -> (L,)``."""
     flat = matrices.flatten(1)
     norms: Tensor = torch.linalg.vecdot(flat, flat)
     return norms

@@ -10,12 +10,12 @@ _STEPS = 2**20
 
 
 def read_energy(update: Tensor, pretrained: Tensor) -> Tensor:
-    r"""Energy of what a pretrained matrix reads of an update, :math:`\|a W_0^\top\|_F^2`, matrix by matrix.
+    r"""Compute the energy of what a pretrained matrix reads of an update, :math:`\|a W_0^\top\|_F^2`, matrix by matrix.
 
     Rows of a weight matrix are directions of its input. An update whose rows lie along the rows of the pretrained
     matrix changes what the model reads most strongly; one that is orthogonal to all of them changes nothing that the
     pretrained matrix looks at. With :math:`G = W_0^\top W_0` it is :math:`\mathrm{tr}(a G a^\top)`, which is the
-    cheaper form where a matrix is higher than wide.
+    cheaper form where a matrix is taller than wide.
 
     Args:
         update: :math:`a`, ``(L, d_out, d_in)``.
@@ -35,7 +35,7 @@ def read_energy(update: Tensor, pretrained: Tensor) -> Tensor:
 
 
 def bounded_scale(response: float, max_response: float | None) -> float:
-    r"""The factor :math:`s = \min(1, \mathrm{max\_response} / \mathrm{response})` of the accumulated vector.
+    r"""Compute the factor :math:`s = \min(1, \mathrm{max\_response} / \mathrm{response})` of the accumulated vector.
 
     It is rounded down to a multiple of :math:`2^{-20}`: the bound holds, and sums that differ in their last bits give
     one scale.

@@ -1,4 +1,4 @@
-"""What every merge method is made of: stacks of matrices in, new merged matrices out."""
+"""The interface of a merge method: stacks of matrices in, new merged matrices out."""
 
 import dataclasses
 import math
@@ -19,12 +19,14 @@ _Out = TypeVar("_Out")
 
 
 class Vectors(Protocol):
-    """Passes over everything that is merged, little of it in memory at a time."""
+    """Make passes over everything that is merged, with little of it in memory at a time."""
 
     def __call__(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out], /) -> Iterator[_Out]:
-        """What ``look`` finds in each tensor, in order; it gets flat parts of the accumulated and of the task vector.
+        """Yield what ``look`` returns for each tensor, in order.
 
-        It is called on several threads at once where the method is ``concurrent``.
+        Args:
+            look: gets flat parts of the accumulated and of the task vector; called on several threads at once where the
+                method is ``concurrent``.
         """
         ...
 
@@ -53,7 +55,7 @@ class Stack:
 
     @cached_property
     def task_counts(self) -> Tensor:
-        """:attr:`counts` in a form that divides a stack, ``(L, 1, 1)``, at least 1."""
+        """:attr:`counts` as a tensor that a stack can be divided by, ``(L, 1, 1)``, at least 1."""
         counts = self.counts or (self.index,) * len(self.layers)
         return torch.tensor(counts, dtype=torch.float32, device=self.pretrained.device).clamp_(min=1)[:, None, None]
 
@@ -70,12 +72,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class StackResult:
-    """What a method made of a :class:`Stack`.
+    """The result of merging a :class:`Stack`.
 
     Attributes:
         merged: new merged weights, ``(L, d_out, d_in)``.
-        kept_fraction: share of entries that were merged, ``(L,)``; ``None`` where a method keeps all.
-        losses: ``(K + 1, L)`` losses of an inner optimisation; ``None`` where there is none.
+        kept_fraction: share of entries that were merged, ``(L,)``; ``None`` if all were.
+        losses: ``(K + 1, L)`` losses of an inner optimisation; ``None`` without one.
         solve_seconds: wall time of the inner optimisation.
     """
 
@@ -128,7 +130,7 @@ class MergeMethod(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not merge tensors outside its stacks.")
 
     def rescale(self, norm: float) -> float:
-        """A factor for everything that was merged, as seen from the pretrained weights.
+        """Compute a factor for the whole accumulated vector.
 
         Args:
             norm: length of the accumulated vector after all tensors are folded.
@@ -136,21 +138,25 @@ class MergeMethod(ABC):
         return 1.0
 
     def settings(self) -> dict[str, Any]:
-        """The method's parameters as plain values, for reports, checkpoints and comparison on resume."""
+        """Return the method's parameters as plain values, for reports, checkpoints and comparison on resume."""
         return dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Whatever must survive between two folds: plain values and tensors. Most methods need nothing."""
+        """Return what must survive between two folds: plain values and tensors. Most methods need nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: if there is state that the method does not have.
+        """
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state, got the keys {sorted(state)}.")
 
 
 def mean_rule(stack: Stack) -> StackResult:
-    """New vector = mean of accumulated and task vector, the rule for what is no matrix (METHODS 1.2).
+    """Average the accumulated and the task vector: the rule for what is not a matrix (docs/methods.md, the mean rule).
 
     Task ``i`` of ``T`` ends with the weight ``2 ** -(T - i + 1)``, the first with ``2 ** -(T - 1)``: early tasks fade.
 
@@ -165,14 +171,14 @@ def mean_rule(stack: Stack) -> StackResult:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds of a running clock, once everything queued on the device is done."""
+    """Read a clock in seconds, once everything queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def require_numbers(method: MergeMethod, *, whole: Sequence[str] = (), finite: Sequence[str] = ()) -> None:
-    """Refuse settings that are no whole or no finite numbers.
+    """Refuse settings that are not whole or not finite numbers.
 
     Raises:
         ValueError: naming the first such setting.

@@ -1,4 +1,4 @@
-"""Iso-C (Marczak et al. 2025) in its continual form (METHODS 5)."""
+"""Iso-C (Marczak et al. 2025) in its continual form (docs/methods.md, Iso-C)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -36,14 +36,14 @@ class IsoC(MergeMethod):
         require_numbers(self, finite=("scaling",))
 
     def fold_stack(self, stack: Stack) -> StackResult:
-        """Make one stack isotropic."""
+        """Merge one stack."""
         if stack.index == 1:
             return StackResult(stack.incoming.clone())
         merged = make_isotropic(stack.merged_vector + stack.task_vector, inflate=self.inflate)
         return StackResult(stack.pretrained + self.scaling * merged)
 
     def fold_rest(self, stack: Stack) -> StackResult:
-        """Average with what is there."""
+        """Apply the mean rule, with the same scaling."""
         result = mean_rule(stack).merged
         return StackResult(stack.pretrained + self.scaling * (result - stack.pretrained) if stack.index > 1 else result)
 

@@ -1,4 +1,4 @@
-"""KnOTS-TIES (Stoica et al. 2025) in its continual form (METHODS 6)."""
+"""KnOTS-TIES (Stoica et al. 2025) in its continual form (docs/methods.md, KnOTS-TIES)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -46,14 +46,14 @@ class KnOTSTies(MergeMethod):
         require_numbers(self, finite=("scaling", "top_k", "min_singular_value"))
 
     def fold_stack(self, stack: Stack) -> StackResult:
-        """Merge one stack, a layer at a time: the layers keep different numbers of components."""
+        """Merge one stack, one layer at a time: the layers keep different numbers of components."""
         if stack.index == 1:
             return StackResult(stack.merged + self.scaling * stack.task_vector)
         updates = [self._merge(old, new) for old, new in zip(stack.merged_vector, stack.task_vector, strict=True)]
         return StackResult(stack.merged + self.scaling * torch.stack(updates))
 
     def _merge(self, old: Tensor, new: Tensor) -> Tensor:
-        """The merged vector ``(d_out, d_in)`` of one layer."""
+        """Merge the vectors of one layer, ``(d_out, d_in)``."""
         u, s, v = (part[0] for part in thin_svd(torch.cat([old, new], dim=1)[None]))
         real = s > self.min_singular_value
         if not real.any():

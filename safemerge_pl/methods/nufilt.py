@@ -1,4 +1,4 @@
-"""NUFILT, null-space filtering (Qiu et al. 2026, METHODS 9)."""
+"""NUFILT, null-space filtering (Qiu et al. 2026; docs/methods.md, NUFILT)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,10 +25,10 @@ class NUFILT(MergeMethod):
         null_rank: directions of the accumulated vector that are filtered out.
         recovery_rank: rank of the correction.
         task_rank: directions of the task vector that are restored.
-        num_steps: Adam steps a task, from the second task on.
+        num_steps: Adam steps per task, from the second task on.
         lr: Adam's learning rate.
         filter_first: at the first task, filter the first ``null_rank`` input coordinates, as the original code does
-            when it decomposes a zero matrix; off by default, for nothing is to be protected yet.
+            when it decomposes a zero matrix; off by default, because there is nothing to protect yet.
         seed: seeds the start of the correction.
 
     Raises:
@@ -91,7 +91,7 @@ class NUFILT(MergeMethod):
 def nufilt_loss_and_gradients(
     tau: Tensor, a: Tensor, b: Tensor, directions: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Loss :math:`\|T - \tau BAV_n\|_F^2 + \|\tau BAV_o\|_F^2` of each layer and its gradients (METHODS 9.2).
+    r"""Compute the loss :math:`\|T - \tau BAV_n\|_F^2 + \|\tau BAV_o\|_F^2` per layer, and its gradients.
 
     The filter removes the old directions, so the second term needs the correction alone, and both terms are one
     residual :math:`E = \tau BA[V_n \mid V_o] - [T \mid 0]`.

@@ -1,4 +1,4 @@
-"""OPCM, orthogonal projection-based continual merging (Tang et al. 2025, METHODS 8)."""
+"""OPCM, orthogonal projection-based continual merging (Tang et al. 2025; docs/methods.md, OPCM)."""
 
 import math
 from dataclasses import dataclass, field
@@ -48,11 +48,11 @@ class OPCM(MergeMethod):
             raise ValueError(f"`alpha` must be in [0, 1), got {self.alpha}: at 1 nothing would be projected.")
 
     def settings(self) -> dict[str, Any]:
-        """Without the state."""
+        """Return the settings without the state."""
         return {"alpha": self.alpha, "zero_diagonal": self.zero_diagonal}
 
     def prepare(self, index: int, vectors: Vectors) -> None:
-        """Take the length of the whole task vector into the running mean."""
+        """Update the running mean with the length of the whole task vector."""
         if index == 1:  # a new stream
             self._lambda, self._mean_norm, self._count = 1.0, 0.0, 0
         norm = math.hypot(*vectors(lambda parts: length_of(task for _, task in parts)))
@@ -73,7 +73,7 @@ class OPCM(MergeMethod):
         return StackResult(stack.pretrained + self._lambda * stack.merged_vector + stack.task_vector)
 
     def rescale(self, norm: float) -> float:
-        """Bring the accumulated vector to the mean length of the task vectors."""
+        """Scale the accumulated vector to the mean length of the task vectors."""
         if self._count == 1 or norm == 0 or self._mean_norm == 0:
             self._lambda = 1.0
             return 1.0
@@ -81,17 +81,17 @@ class OPCM(MergeMethod):
         return self._mean_norm / norm
 
     def state_dict(self) -> dict[str, Any]:
-        """The running mean and the last scale."""
+        """Return the running mean and the last scale."""
         return {"lambda": self._lambda, "mean_norm": self._mean_norm, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         self._lambda, self._mean_norm = float(state["lambda"]), float(state["mean_norm"])
         self._count = int(state["count"])
 
 
 def project_out(task: Tensor, merged: Tensor, alpha: float, *, zero_diagonal: bool = False) -> Tensor:
-    r"""Task vectors without their part in the leading subspace of the accumulated ones (thin form).
+    r"""Remove from task vectors their part in the leading subspace of the accumulated ones, by thin SVDs.
 
     :math:`\tau - U_r(U_r^\top\tau V_r)V_r^\top`, where ``r`` components hold at most the share ``alpha`` of the sum of
     singular values (the component that crosses it is not protected).
@@ -108,13 +108,13 @@ def project_out(task: Tensor, merged: Tensor, alpha: float, *, zero_diagonal: bo
         [[[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]]
     """
 
-    def inside(s: Tensor) -> Tensor:
+    def is_protected(s: Tensor) -> Tensor:
         total = s.sum(1, keepdim=True)
         return torch.where(total > 0, s.cumsum(1) / total, 1.0) <= alpha
 
     # the block needs no more columns than any layer protects
-    u, s, v = thin_svd(merged, None if zero_diagonal else lambda s: int(inside(s).sum(1).max()))
-    block = inside(s)
+    u, s, v = thin_svd(merged, None if zero_diagonal else lambda s: int(is_protected(s).sum(1).max()))
+    block = is_protected(s)
     columns = block[:, None, : u.shape[2]]
     wide = task.double()
     left, right = torch.where(columns, u, 0.0), torch.where(columns, v, 0.0)

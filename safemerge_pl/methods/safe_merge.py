@@ -26,7 +26,7 @@ class SafeMerge(MergeMethod):
         task_rank: :math:`r_v`, directions of the incoming task that recovery restores.
         plasticity: :math:`\lambda` in ``[0, 1]``: 1 learns the new task, 0 protects the old ones.
         regularization: :math:`\mu`, weight of the correction's size.
-        num_steps: :math:`K`, Adam steps a task.
+        num_steps: :math:`K`, Adam steps per task.
         lr: :math:`\eta`, Adam's learning rate.
         utility_weight: :math:`\beta`, weight of the task term of the risk: 1 is Eq. 6, 0 the general-only score of
             Eq. 4, which keeps more general knowledge in long streams.

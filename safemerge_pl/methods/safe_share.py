@@ -17,7 +17,7 @@ __all__ = ["SafeShare"]
 class SafeShare(MergeMethod):
     r"""Add what is new in a task, average what all tasks share.
 
-    Task vectors of one pretrained model have leading directions in common. A sum counts these once a task, so the
+    Task vectors of one pretrained model have leading directions in common. A sum counts these once per task, so the
     accumulated vector grows with the stream and overwrites general knowledge. Here the masked task vector
     :math:`T = M \odot \tau` is added outside of the directions :math:`V` that the accumulated vector :math:`a` already
     uses, and inside of them the running mean over the :math:`t` tasks so far is kept:
@@ -85,7 +85,7 @@ class SafeShare(MergeMethod):
         return StackResult(torch.where(changed & (update != 0), stack.merged + update, stack.merged), kept)
 
     def _mask(self, stack: Stack, rank: int) -> Tensor:
-        """The entries that are merged, ``(L, d_out, d_in)``."""
+        """Mask the entries that are merged, ``(L, d_out, d_in)``."""
         if not self.use_mask:
             return torch.ones_like(stack.task_vector, dtype=torch.bool)
         key = f"general_basis/{rank}"
@@ -95,7 +95,7 @@ class SafeShare(MergeMethod):
 
 
 def _rank(name: str, value: float, width: int, layer: str) -> int:
-    """A number of directions from a number or a share of the width."""
+    """Turn a number of directions or a share of the width into a number of directions."""
     rank = max(1, round(value * width)) if 0 < value < 1 else int(value)
     if rank > width:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A merge method as plain values, and back: what a saved merge knows of its method."""
+"""Turn a merge method into the plain values that a saved merge holds, and back."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ __all__ = ["describe_method", "rebuild_method", "require_plain_settings", "requi
 
 
 def describe_method(method: MergeMethod) -> dict[str, Any]:
-    """Class, settings and state of a method.
+    """Describe a method by its class, settings and state.
 
     Example:
         >>> from safemerge_pl.methods import TaskArithmetic
@@ -30,7 +30,7 @@ def require_plain_settings(method: MergeMethod) -> None:
     """Refuse settings that could not be written into a state file or ledger, before anything is folded with them.
 
     Raises:
-        ValueError: naming the method, and the setting that is no plain finite value.
+        ValueError: naming the method, and the setting that is not a plain finite value.
     """
     for name, value in method.settings().items():
         try:

@@ -1,4 +1,4 @@
-"""Task Arithmetic (Ilharco et al. 2023), accumulated task after task (METHODS 2)."""
+"""Task Arithmetic (Ilharco et al. 2023), accumulated task after task (docs/methods.md, Task Arithmetic)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

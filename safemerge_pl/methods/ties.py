@@ -1,4 +1,4 @@
-"""Ties-Merging (Yadav et al. 2023) in its continual form (METHODS 3)."""
+"""Ties-Merging (Yadav et al. 2023) in its continual form (docs/methods.md, Ties-Merging)."""
 
 import threading
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class TiesMerging(MergeMethod):
         require_numbers(self, finite=("scaling", "top_k"))
 
     def settings(self) -> dict[str, Any]:
-        """Without what is found anew in every fold."""
+        """Return the settings without what every fold finds anew."""
         return {"scaling": self.scaling, "top_k": self.top_k}
 
     def prepare(self, index: int, vectors: Vectors) -> None:
@@ -87,7 +87,7 @@ class TiesMerging(MergeMethod):
 
 
 def trim_thresholds(vectors: Vectors, top_k: float) -> tuple[float, float]:
-    """Sizes from which on an entry is kept: the ``(D - floor(D * top_k))``-th smallest of ``D`` (METHODS 3.1).
+    """Find the size from which on an entry is kept: the ``(D - floor(D * top_k))``-th smallest of ``D``.
 
     The order of non-negative floats is that of their bits, so counting the values of sixteen bits at a time finds the
     exact size in two passes over float32, without ever holding the model's entries together.
@@ -121,10 +121,10 @@ def trim_thresholds(vectors: Vectors, top_k: float) -> tuple[float, float]:
 
 
 class _Digits:
-    """How often each value of the bits after the first ``shift`` occurs behind a prefix.
+    """Counts of each value of the bits after the first ``shift``, behind a prefix.
 
     Attributes:
-        counts: ``(2, 2 ** _DIGIT + 2)``, a row a vector; smaller and larger prefixes fall into the outer two columns.
+        counts: ``(2, 2 ** _DIGIT + 2)``, one row per vector; smaller and larger prefixes fall into the outer columns.
     """
 
     def __init__(self, prefixes: list[int], shift: int) -> None:
@@ -132,7 +132,7 @@ class _Digits:
         self._prefixes, self._shift, self._lock = prefixes, shift, threading.Lock()
 
     def count(self, parts: Iterator[tuple[Tensor, Tensor]]) -> torch.dtype:
-        """Count a tensor's entries, on any thread; its dtype."""
+        """Count a tensor's entries, on any thread, and return its dtype."""
         size, kind = 2**_DIGIT, torch.float32
         for pair in parts:
             for row, part in enumerate(pair):
@@ -147,7 +147,7 @@ class _Digits:
 
 
 def elect_and_sum(trimmed: Tensor, majority: float | Tensor) -> Tensor:
-    """Sum the values that have the sign of their coordinate's sum (METHODS 3.2, 3.3).
+    """Sum the values that have the sign of their coordinate's sum: elect, then disjoint merge.
 
     Args:
         trimmed: ``(2, ...)``, accumulated and incoming vector after trimming.
@@ -164,6 +164,6 @@ def elect_and_sum(trimmed: Tensor, majority: float | Tensor) -> Tensor:
 
 
 def _trim(vector: Tensor, threshold: float) -> Tensor:
-    """Entries from the threshold on; ``hardshrink`` keeps those above one, in a fraction of the time of ``where``."""
+    """Keep entries from the threshold on; ``hardshrink`` takes a fraction of the time of ``where``, but is strict."""
     below = np.nextafter(np.asarray(threshold, _FLOATS[vector.dtype]), -1)
     return functional.hardshrink(vector, float(below))

@@ -1,4 +1,4 @@
-"""TSV-M, task singular vectors (Gargiulo et al. 2025), in its continual form (METHODS 7)."""
+"""TSV-M, task singular vectors (Gargiulo et al. 2025), in its continual form (docs/methods.md, TSV-M)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,7 +39,7 @@ class TSVM(MergeMethod):
         if stack.index == 1:
             return StackResult(stack.incoming.clone())
         half = min(stack.pretrained.shape[1:]) // 2
-        if not half:  # half of one direction is none
+        if not half:  # a rank-1 matrix keeps floor(1/2) = 0 directions
             return StackResult(stack.pretrained.clone())
         old, new = (thin_svd(vector, lambda _: half) for vector in (stack.merged_vector, stack.task_vector))
         kind = stack.pretrained.dtype
@@ -49,5 +49,5 @@ class TSVM(MergeMethod):
         return StackResult(stack.pretrained + self.scaling * merged)
 
     def fold_rest(self, stack: Stack) -> StackResult:
-        """Average with what is there."""
+        """Apply the mean rule."""
         return mean_rule(stack)

@@ -1,4 +1,4 @@
-"""WUDI-Merging (Cheng et al. 2025) in its continual form (METHODS 4)."""
+"""WUDI-Merging (Cheng et al. 2025) in its continual form (docs/methods.md, WUDI-Merging)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,7 +25,7 @@ class WUDIMerging(MergeMethod):
 
     Args:
         lr: Adam's learning rate.
-        num_steps: Adam steps a task.
+        num_steps: Adam steps per task.
 
     Raises:
         ValueError: if a value is out of range.
@@ -68,7 +68,7 @@ class WUDIMerging(MergeMethod):
         return StackResult(stack.pretrained + (old + new).add_(moved), losses=losses + at_start, solve_seconds=seconds)
 
     def _solve(self, moved: Tensor, cross: Tensor, gram: Tensor) -> Tensor:
-        """Find how far some rows have to move, written to ``moved``; their losses ``(K + 1, L)``."""
+        """Solve for some rows: write how far they move to ``moved`` and return their losses ``(K + 1, L)``."""
         x, losses = torch.zeros_like(cross), [cross.new_zeros(len(cross))]  # the start, which takes no product
         adam = Adam(x, self.lr)
         torch.mul(cross, 2, out=adam.gradient)
@@ -79,17 +79,17 @@ class WUDIMerging(MergeMethod):
         return torch.stack(losses)
 
     def fold_rest(self, stack: Stack) -> StackResult:
-        """Average with what is there."""
+        """Apply the mean rule."""
         return mean_rule(stack)
 
 
 def wudi_loss_and_gradient(
     moved: Tensor, cross: Tensor, gram: Tensor, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Loss of each matrix and its gradient, without ever building a ``d_out x d_out`` product.
+    r"""Compute the loss of each matrix and its gradient, without ever building a ``d_out x d_out`` product.
 
     With :math:`X = \bar\tau + \tau + Y` and :math:`G_i = \tau_i^\top\tau_i / \|\tau_i\|^2` what one vector sees of
-    :math:`X - \tau_i` is the other vector and :math:`Y`, so the objective of METHODS 4 is
+    :math:`X - \tau_i` is the other vector and :math:`Y`, so the objective is
     :math:`\langle Y(G_1 + G_2) + 2C,\, Y\rangle` and a constant, with :math:`C = \tau G_1 + \bar\tau G_2`.
 
     Args:
@@ -112,6 +112,6 @@ def wudi_loss_and_gradient(
 
 
 def _gram(vectors: Tensor) -> Tensor:
-    """Gram matrices ``(L, d_in, d_in)`` over squared norms; zero for an empty vector, which protects nothing."""
+    """Compute Gram matrices ``(L, d_in, d_in)`` over squared norms; zero for a zero vector, which protects nothing."""
     size = vectors.square().sum((1, 2), keepdim=True)
     return (vectors.mT @ vectors).mul_(torch.where(size > 0, 1 / size, 0.0))

@@ -1,4 +1,4 @@
-"""The arithmetic of a fold, which must not depend on where it is called."""
+"""Arithmetic that does not depend on the settings in force where a fold is called."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,9 @@ __all__ = ["exact_arithmetic"]
 
 @contextmanager
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Full float32 whatever surrounds the call: no autocast, no TF32, no inference mode, no graph.
+    """Work in full float32: no autocast, no TF32, no inference mode and no graph, whatever the caller has switched on.
+
+    Autocast, inference mode and gradients are set per thread: threads that are started inside have to set their own.
 
     Args:
         device: where the arithmetic runs.

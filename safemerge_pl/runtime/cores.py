@@ -1,4 +1,4 @@
-"""Work on the CPU with one thread a core: many small problems side by side instead of each one split."""
+"""Work on the CPU with one thread per core: many small problems side by side instead of each one split."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,21 +15,21 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 _FLAT_PART = 2**18
-"""Entries a part of a tensor that is worked on element by element."""
+"""Entries per part of a tensor that is worked on element by element."""
 
 _PART = 16
-"""Images a part: activations of a small part stay in cache."""
+"""Images per part: activations of a small part stay in cache."""
 
 
 def forward_on_cores(model: nn.Module, pixels: Tensor) -> Tensor:
-    """``model(pixels)``, on the CPU with parts of the batch on separate threads.
+    """Compute ``model(pixels)``, on the CPU with parts of the batch on separate threads.
 
     Splitting a batch keeps all cores busy where splitting each operation makes them wait for each other, above all
     when another program uses a core; on one thread it keeps the activations in cache. On other devices, with gradients
     or under autocast it is a plain call.
 
     Args:
-        model: any module whose output has one row an image.
+        model: any module whose output has one row per image.
         pixels: ``(N, ...)``.
 
     Returns:
@@ -49,14 +49,17 @@ def forward_on_cores(model: nn.Module, pixels: Tensor) -> Tensor:
 
 
 def flat_parts(tensor: Tensor, device: torch.device | None = None) -> tuple[Tensor, ...]:
-    """The entries of a tensor in a row, for a CPU cut into parts that stay in a core's cache.
+    """Flatten a tensor, and for a CPU split it into parts that stay in a core's cache.
 
-    Element by element, a part after another is several times faster than a large tensor at once: what lies between two
-    operations neither leaves the cache nor asks the system for fresh memory.
+    Elementwise work on one part after another is several times faster than on a large tensor at once: intermediate
+    results neither leave the cache nor ask the system for fresh memory.
 
     Args:
         tensor: of any shape.
         device: where the parts are worked on, if it is not where the tensor is.
+
+    Returns:
+        Flat parts in order; views where the tensor is contiguous.
 
     Example:
         >>> [len(part) for part in flat_parts(torch.zeros(2**10, 2**9))]
@@ -69,7 +72,7 @@ def flat_parts(tensor: Tensor, device: torch.device | None = None) -> tuple[Tens
 
 
 def length_of(parts: Iterable[Tensor]) -> float:
-    """Euclidean length of a vector that comes in parts, summed in double precision.
+    """Compute the Euclidean length of a vector that comes in parts, summed in double precision.
 
     Example:
         >>> length_of([torch.tensor([3.0]), torch.tensor([0.0, 4.0])])
@@ -79,7 +82,7 @@ def length_of(parts: Iterable[Tensor]) -> float:
 
 
 def distances(a: Tensor, b: Tensor) -> list[float]:
-    """Euclidean length of each ``a[i] - b[i]``; on a GPU with one wait for all of them.
+    """Compute the Euclidean length of each ``a[i] - b[i]``; on a GPU with one wait for all of them.
 
     Example:
         >>> distances(torch.eye(2), torch.tensor([[0.0, 0.0], [0.0, 4.0]]))
@@ -92,7 +95,7 @@ def distances(a: Tensor, b: Tensor) -> list[float]:
 
 
 def map_on_cores(function: Callable[[_In], _Out], items: Sequence[_In], *, most: int | None = None) -> Iterator[_Out]:
-    """``map(function, items)`` without gradients, on as many threads as torch may use.
+    """Compute ``map(function, items)`` without gradients, on as many threads as torch may use.
 
     Every call has one thread to itself, so its bits do not depend on the number of cores. Splitting each operation
     over the cores instead makes them wait for each other: three times slower on matrices of a few hundred rows.
@@ -100,7 +103,10 @@ def map_on_cores(function: Callable[[_In], _Out], items: Sequence[_In], *, most:
     Args:
         function: called with one item.
         items: in the order of the results.
-        most: of these calls at a time, where each of them takes much memory.
+        most: limit on calls at the same time, where each of them takes much memory.
+
+    Returns:
+        The results in the order of ``items``.
 
     Example:
         >>> list(map_on_cores(lambda x: x + 1, [1, 2, 3]))
@@ -109,7 +115,7 @@ def map_on_cores(function: Callable[[_In], _Out], items: Sequence[_In], *, most:
     inference = torch.is_inference_mode_enabled()
 
     def call(item: _In) -> _Out:
-        with torch.inference_mode(inference), torch.no_grad():  # both are a thread's own
+        with torch.inference_mode(inference), torch.no_grad():  # these settings are per thread
             return function(item)
 
     threads = torch.get_num_threads() if most is None else min(torch.get_num_threads(), most)

@@ -1,6 +1,6 @@
-"""Results that take long, kept on disk from one run to the next: each in a file of its own under a hash of its inputs.
+"""Keep results that take long on disk for later runs: one file per result, named by a hash of its inputs.
 
-A damaged or unreadable file is as good as none, and where nothing can be written nothing is kept.
+A damaged or unreadable file counts as missing, and a cache that cannot be written is ignored.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _NAME = "safemerge_pl"
 
 
 def cache_folder() -> Path | None:
-    """Folder for kept results.
+    """Find the folder of kept results.
 
     Returns:
         ``SAFEMERGE_CACHE`` if it is set (``None`` if it is set empty), else ``safemerge_pl`` in ``XDG_CACHE_HOME`` or
@@ -36,12 +36,15 @@ def cache_folder() -> Path | None:
 
 
 def cache_file(kind: str, inputs: object, ending: str = "safetensors") -> Path | None:
-    """The file of a result; ``None`` where nothing is to be kept.
+    """Name the file of a result.
 
     Args:
-        kind: sub-folder.
+        kind: sub-folder, one per kind of result.
         inputs: everything that the result depends on, as plain values.
         ending: of the file's name.
+
+    Returns:
+        The file, which need not exist; ``None`` where nothing is to be kept.
 
     Example:
         >>> cache_file("heads", ["a cat", "a dog"]) == cache_file("heads", ["a cat", "a dog"])
@@ -52,7 +55,7 @@ def cache_file(kind: str, inputs: object, ending: str = "safetensors") -> Path |
 
 
 def load_tensor(file: Path | None) -> Tensor | None:
-    """What was kept in a file."""
+    """Read a tensor; ``None`` if there is no file, or none that can be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -65,7 +68,7 @@ def load_tensor(file: Path | None) -> Tensor | None:
 
 
 def save_tensor(file: Path | None, tensor: Tensor) -> None:
-    """Keep a tensor."""
+    """Write a tensor, unless ``file`` is ``None`` or cannot be written."""
     from safetensors.torch import save
 
     if file is not None:
@@ -74,7 +77,7 @@ def save_tensor(file: Path | None, tensor: Tensor) -> None:
 
 
 class CachedTensors(MutableMapping[str, Tensor]):
-    """Tensors by name in memory and in files; one that is only in a file is read when it is asked for.
+    """Tensors by name, in memory and in files; one that is only in a file is read when it is first used.
 
     Args:
         inputs: what all of them depend on, as plain values; ``None`` to leave files alone.
@@ -107,7 +110,7 @@ class CachedTensors(MutableMapping[str, Tensor]):
         del self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Names of what is in memory."""
+        """Iterate over the names of the tensors in memory."""
         return iter(self._tensors)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""How far a long fold is: a bar on a terminal, a line now and then in a log."""
+"""Show the progress of a long fold: a bar on a terminal, a line every half minute in a log."""
 
 import sys
 import time
@@ -11,13 +11,14 @@ __all__ = ["FoldProgress"]
 
 
 class FoldProgress:
-    """Told of every stack of a fold, shows on standard error how far it is; nothing of a short one.
+    """Show on standard error how far a fold has come; a short fold shows nothing.
 
-    It is what :attr:`ContinualMerger.progress` may be. :meth:`close` leaves a terminal as it was.
+    Set it as :attr:`ContinualMerger.progress`, which is called after every stack. As a context manager it removes the
+    bar at the end, also after an error.
 
     Args:
-        after: seconds before the bar appears; a log gets a line each time ``every`` seconds have passed.
-        every: seconds between two lines.
+        after: seconds before the bar appears on a terminal.
+        every: seconds between two lines of a log.
     """
 
     def __init__(self, after: float = 1.0, every: float = 30.0) -> None:
@@ -27,7 +28,13 @@ class FoldProgress:
         self._bar: Any = None
 
     def __call__(self, task: str, done: int, total: int) -> None:
-        """Take note that so many weights are merged."""
+        """Update what is shown.
+
+        Args:
+            task: name of the incoming task; a new one starts again.
+            done: number of weights that are merged.
+            total: number of weights to merge.
+        """
         now = time.monotonic()
         if task != self._task or done == 0:
             self.close()
@@ -54,7 +61,7 @@ class FoldProgress:
         self._bar.update(self._bar.task_ids[0], completed=done)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar and leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
         self._bar = self._task = None

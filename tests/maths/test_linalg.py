@@ -28,7 +28,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 
 def projector(basis: Tensor) -> Tensor:
-    """Bases are compared through their projectors: single vectors are unique neither in sign nor in a tie (F5)."""
+    """Bases are compared through their projectors: single vectors are unique neither in sign nor in a tie."""
     return basis.double() @ basis.double().mT
 
 
@@ -89,7 +89,6 @@ def test_stack_spans_what_a_full_svd_of_each_matrix_spans(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rank_above_the_smaller_side_is_clamped(shape: tuple[int, int]) -> None:
-    """F6."""
     matrices = randn(2, *shape)
     assert torch.equal(right_singular_basis(matrices, 128), right_singular_basis(matrices, min(shape)))
     assert right_singular_basis(matrices, 128).shape == (2, shape[1], min(shape))
@@ -97,14 +96,14 @@ def test_rank_above_the_smaller_side_is_clamped(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_directions_beyond_the_numerical_rank_are_zero_columns(dtype: torch.dtype) -> None:
-    """F7: a product of thin factors has rank 2; what rounding adds to it is noise."""
+    """A product of thin factors has rank 2; what rounding adds to it is noise."""
     matrices = (randn(1, 20, 2) @ randn(1, 2, 16, seed=1)).to(dtype)
     assert column_norms(right_singular_basis(matrices, 8)) == [1.0] * 2 + [0.0] * 6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_cut_lies_at_the_tolerance(dtype: torch.dtype) -> None:
-    """F7: twice the tolerance is a direction, half of it is none."""
+    """Twice the tolerance is a direction, half of it is none."""
     tolerance = numerical_rank_tolerance((2, 2), dtype)
     stack = torch.stack([torch.diag(torch.tensor([3.0, 3 * x * tolerance], dtype=dtype)) for x in (2.0, 0.5)])
     assert column_norms(right_singular_basis(stack, 2)) == [1.0, 1.0, 1.0, 0.0]
@@ -112,7 +111,7 @@ def test_the_cut_lies_at_the_tolerance(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_matrix_has_no_directions(dtype: torch.dtype) -> None:
-    """F3, METHODS 15.1: an SVD of zeros returns the identity, which would be taken for real directions."""
+    """An SVD of zeros returns the identity, which would be taken for real directions."""
     assert not right_singular_basis(torch.zeros(2, 5, 4, dtype=dtype), 3).any()
 
 
@@ -127,7 +126,7 @@ def test_layers_of_different_rank_share_a_stack(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_repeated_singular_values(dtype: torch.dtype) -> None:
-    """F5: single vectors are arbitrary, the span is not."""
+    """Single vectors are arbitrary, the span is not."""
     ones = right_singular_basis(torch.ones(1, 4, 3, dtype=dtype), 3)  # rank 1, direction (1, 1, 1)/sqrt(3)
     thirds = torch.full((3, 3), 1 / 3, dtype=torch.float64)
     assert torch.allclose(projector(ones)[0], thirds, rtol=0, atol=30 * EPS[dtype])
@@ -140,7 +139,6 @@ def test_repeated_singular_values(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_identical_layers_get_identical_spans(dtype: torch.dtype) -> None:
-    """F5."""
     first, second = projector(right_singular_basis(randn(1, 9, 7, dtype=dtype).repeat(2, 1, 1), 3))
     assert torch.allclose(first, second, rtol=0, atol=30 * EPS[dtype])
 
@@ -148,7 +146,7 @@ def test_identical_layers_get_identical_spans(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1e-4, 1e-25, 1e25])
 def test_directions_do_not_depend_on_scale(scale: float, dtype: torch.dtype) -> None:
-    """A6: the squares of 1e-25 underflow in single precision, those of 1e25 overflow."""
+    """The squares of 1e-25 underflow in single precision, those of 1e25 overflow."""
     matrices = randn(2, 10, 8, dtype=dtype)
     small, plain = right_singular_basis(matrices * scale, 3), right_singular_basis(matrices, 3)
     assert torch.allclose(projector(small), projector(plain), rtol=0, atol=100 * EPS[dtype])
@@ -156,7 +154,7 @@ def test_directions_do_not_depend_on_scale(scale: float, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_thread_count_changes_projectors_by_rounding_only(threads: int) -> None:
-    """F11: the factors may differ, the span may not."""
+    """The factors may differ, the span may not."""
     matrices = randn(2, 96, 64, dtype=torch.float32)
     literal = torch.stack([top_right_singular_vectors(matrix.double(), 20, FLOAT32_EPS) for matrix in matrices])
     before = torch.get_num_threads()
@@ -189,7 +187,6 @@ def test_wrong_arguments_are_named() -> None:
     [torch.linalg.LinAlgError("failed to converge"), RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR")],
 )
 def test_a_failing_eigh_is_replaced_by_the_svd(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """F8, F9."""
     matrices = randn(2, 9, 7, dtype=torch.float32)
     expected = right_singular_basis(matrices, 3)
     wrapper, calls = fails(torch.linalg.eigh, 1, error)
@@ -206,7 +203,6 @@ def test_a_failing_eigh_is_replaced_by_the_svd(monkeypatch: pytest.MonkeyPatch, 
 def test_a_failing_svd_is_retried_alone_then_transposed(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], failures: int, calls_made: int
 ) -> None:
-    """F8, F9."""
     matrices = randn(2, *shape)
     expected = right_singular_basis(matrices, 3)
     wrapper, calls = fails(torch.linalg.svd, failures, torch.linalg.LinAlgError("failed to converge"))
@@ -217,7 +213,6 @@ def test_a_failing_svd_is_retried_alone_then_transposed(
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_failing_svd_does_not_change_the_complement(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
-    """F8."""
     vectors, basis = right_singular_basis(randn(2, 9, 7), 3), right_singular_basis(randn(2, 9, 7, seed=1), 3)
     expected = complement_basis(vectors, basis)
     wrapper, calls = fails(torch.linalg.svd, failures, torch.linalg.LinAlgError("failed to converge"))
@@ -231,7 +226,6 @@ def test_a_failing_svd_does_not_change_the_complement(monkeypatch: pytest.Monkey
 def test_a_solver_that_never_converges_is_an_error_not_zeros(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """F8."""
     for name in ("eigh", "svd"):
         wrapper, _ = fails(getattr(torch.linalg, name), 99, torch.linalg.LinAlgError("failed to converge"))
         monkeypatch.setattr(torch.linalg, name, wrapper)
@@ -266,7 +260,7 @@ def test_complement_is_orthonormal_and_completes_the_span(d: int, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_complement_of_vectors_inside_the_basis_is_empty(dtype: torch.dtype) -> None:
-    """METHODS 10g: a plain QR would return arbitrary directions here."""
+    """A plain QR would return arbitrary directions here."""
     basis = right_singular_basis(randn(1, 30, 20, dtype=dtype), 6)
     rotation = right_singular_basis(randn(1, 6, 6, seed=1, dtype=dtype), 6)
     assert not complement_basis((basis @ rotation)[:, :, :4], basis).any()

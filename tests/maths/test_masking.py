@@ -64,7 +64,7 @@ def test_task_basis_is_asked_for() -> None:
 
 
 def test_tiny_half_precision_task_vector_still_has_distinct_risks() -> None:
-    """A6, A9: entries near 1e-4 that were stored in fp16; their squares underflow there."""
+    """Entries near 1e-4 that were stored in fp16; their squares underflow there."""
     theta0 = (randn(1, 24, 16) * 0.05).half()
     theta1 = (theta0.float() + 1e-4 * randn(1, 24, 16, seed=1).float()).half()
     tau = theta1.float() - theta0.float()
@@ -145,7 +145,7 @@ def test_low_and_high_complement_each_other(rho: float, shared: int) -> None:
 @pytest.mark.parametrize("keep", ["low", "high"])
 @pytest.mark.parametrize("rho", [0.0, 0.2, 0.5, 0.59, 0.7, 1.0])
 def test_ties_are_kept_together(rho: float, keep: str) -> None:
-    """A10: 60 % of the rows were never trained, so their risk is exactly 0; the kept share follows R <= quantile."""
+    """60 % of the rows were never trained, so their risk is exactly 0; the kept share follows R <= quantile."""
     tau = randn(1, 20, 6)
     tau[:, 8:] = 0
     risk = risk_score(tau, right_singular_basis(randn(1, 20, 6, seed=1), 3), None, 0.0)
@@ -158,7 +158,7 @@ def test_ties_are_kept_together(rho: float, keep: str) -> None:
 
 
 def test_equal_risks_are_all_kept() -> None:
-    """A10, F3: no entry is better than another."""
+    """No entry is better than another."""
     assert keep_mask(torch.zeros(2, 3, 3), 0.0).all()
     assert keep_mask(torch.zeros(2, 3, 3), 0.0, "high").all()
 
@@ -169,7 +169,7 @@ def test_single_entry() -> None:
 
 
 def test_layer_above_the_limit_of_torch_quantile() -> None:
-    """A8: 4097 x 4097 is more than the 2^24 entries some versions of ``torch.quantile`` take."""
+    """4097 x 4097 is more than the 2^24 entries some versions of ``torch.quantile`` take."""
     side = 4097
     rank = torch.arange(side * side) * 1_000_003 % side**2  # a permutation: 1000003 is prime and does not divide 4097
     risk = (rank - side * side // 2).float().view(1, side, side)  # centred: float32 holds these whole numbers exactly
@@ -179,7 +179,7 @@ def test_layer_above_the_limit_of_torch_quantile() -> None:
 
 
 def test_deterministic_mode_on_cuda_avoids_kthvalue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """P2: ``kthvalue`` on CUDA raises under deterministic algorithms; played here on the CPU."""
+    """``kthvalue`` on CUDA raises under deterministic algorithms; played here on the CPU."""
     risk = randn(2, 7, 5)
     expected = keep_mask(risk, 0.3)
 
@@ -200,7 +200,6 @@ def test_risk_is_left_alone() -> None:
 
 @pytest.mark.parametrize("rho", [-0.1, 1.5, float("nan")])
 def test_keep_ratio_out_of_range(rho: float) -> None:
-    """F14."""
     with pytest.raises(ValueError, match=rf"^`keep_ratio` must be in \[0, 1\], got {rho}\.$"):
         keep_mask(torch.zeros(1, 1, 1), rho)
 

@@ -92,7 +92,7 @@ def test_weights_of_the_objective_by_hand(plasticity: float, mu: float, expected
 
 
 def test_loss_is_a_sum_not_a_mean() -> None:
-    """METHODS 15.4: twice the rows, twice the loss and the same slope of each; a mean would halve it."""
+    """Twice the rows, twice the loss and the same slope of each; a mean would halve it."""
     tau, tau_bar, mask, a, b = random_problem((6, 5), layers=1)
     loss, _, grad_b = problem_of(tau, tau_bar, mask).loss_and_gradients(a, b)
     twice = problem_of(*(torch.cat([x, x], dim=1) for x in (tau, tau_bar, mask)))
@@ -152,7 +152,7 @@ def test_gradients_equal_central_differences() -> None:
 
 
 def test_at_the_start_only_b_moves() -> None:
-    """METHODS 10i: with B = 0 the gradient of A is exactly 0."""
+    """With B = 0 the gradient of A is exactly 0."""
     tau, tau_bar, mask, a, b = random_problem((6, 5))
     _, grad_a, grad_b = problem_of(tau, tau_bar, mask).loss_and_gradients(a, 0 * b)
     assert not grad_a.any()
@@ -293,7 +293,7 @@ def float64_by_default() -> Iterator[None]:
     ],
 )
 def test_start_does_not_depend_on_default_dtype_and_device(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """A13: training loops change these defaults (``precision="64-true"``), and a merge must not notice."""
+    """Training loops change these defaults (``precision="64-true"``), and a merge must not notice."""
     expected = initial_factors(["a", "b"], 3, 4, seed=0, index=1)
     with context():
         found = initial_factors(["a", "b"], 3, 4, seed=0, index=1)
@@ -303,7 +303,6 @@ def test_start_does_not_depend_on_default_dtype_and_device(context: Callable[[],
 
 
 def test_start_neither_reads_nor_moves_the_global_generator() -> None:
-    """P1."""
     expected = initial_factors(["a", "b"], 3, 4, seed=0, index=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(123)

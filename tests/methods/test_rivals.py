@@ -1,4 +1,4 @@
-"""The rival methods: whole streams against literal twins, the small numbers of METHODS, and its traps."""
+"""The rival methods: whole streams against literal twins, small numbers worked out by hand, and known traps."""
 
 import copy
 import math
@@ -278,7 +278,7 @@ def test_ties_on_the_zoo_equals_its_twin(zoo: tuple[Tensors, list[Tensors]]) -> 
 
 
 def test_first_task_of_each_method(clip: tuple[nn.Module, list[Tensors]]) -> None:
-    """Table of section 1.1: whole, scaled, or only the layers that the method acts on."""
+    """Whole, scaled, or only the layers that the method acts on."""
     base, first = copied(clip[0].state_dict()), clip[1][0]
     scaled = {name: base[name] + 0.3 * (first[name] - base[name]) for name in base}
     for method in (WUDIMerging(), IsoC(), TSVM(), OPCM()):
@@ -329,7 +329,7 @@ def test_parameters_that_a_method_changes(name: str, prefix: str) -> None:
 
 @pytest.mark.parametrize("make", [WUDIMerging, IsoC, TSVM])
 def test_mean_rule_forgets_early_tasks(make: Make) -> None:
-    """Section 1.2: of four tasks the weights are 1/8, 1/8, 1/4 and 1/2."""
+    """Of four tasks the weights are 1/8, 1/8, 1/4 and 1/2."""
     weight = torch.eye(3)
     pretrained = {"x.weight": weight, "x.bias": torch.zeros(1), "conv": torch.zeros(1, 1, 1, 1)}
     values = (8.0, 80.0, 800.0, 8000.0)
@@ -357,7 +357,7 @@ def test_task_arithmetic_does_not_depend_on_the_order_of_tasks(clip: tuple[nn.Mo
     [(1000, 0.2, 201), (1000, 0.001, 2), (1000, 0.0005, 1), (1000, 1.0, 1000), (7, 0.5, 4), (1, 0.2, 1)],
 )
 def test_trimming_keeps_one_more_than_the_share(size: int, top_k: float, kept: int) -> None:
-    """Section 3.1: n + 1 entries survive where no two are equal."""
+    """n + 1 entries survive where no two are equal."""
     sizes = torch.randperm(size, generator=torch.Generator().manual_seed(0)) + 1.0
     for kind in (torch.float32, torch.float64):
         pair = [sizes.to(kind), -0.1 * sizes.to(kind)]
@@ -433,7 +433,7 @@ def test_majority_is_that_of_the_whole_model(sign: float, expected: float) -> No
 
 @pytest.mark.parametrize("shape", [(8, 5), (5, 8), (6, 6)])
 def test_wudi_gram_form_equals_the_literal_one(shape: tuple[int, int]) -> None:
-    """Section 4, "equivalent cheap form"."""
+    """Gram matrices in the place of products as large as the output side."""
     vectors = randn(2, 3, *shape, seed=1).double()
     grams = vectors.mT @ vectors / vectors.square().sum((2, 3), keepdim=True)
     moved, start = randn(3, *shape, seed=2).double(), vectors.sum(0)
@@ -471,7 +471,7 @@ def test_wudi_skips_the_term_of_an_empty_vector(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(4, 4), (7, 4), (4, 7)])
 def test_iso_inflates_a_matrix_of_rank_one_only_where_asked(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Section 5: rank 1 -> rank 4. The mean is over min(o, d) values either way."""
+    """Rank 1 -> rank 4. The mean is over min(o, d) values either way."""
     matrix = (randn(shape[0], 1, seed=1).to(dtype) @ randn(1, shape[1], seed=2).to(dtype))[None]
     size = matrix.norm().item() / 4
     kept = torch.linalg.svdvals(make_isotropic(matrix))[0].tolist()
@@ -487,7 +487,7 @@ def test_iso_of_a_zero_matrix_is_zero(inflate: bool) -> None:
 
 
 def test_iso_tells_the_first_task_by_its_index() -> None:
-    """Section 5: "use a flag"; the first task is whole, and a zero accumulated vector later is not a first task."""
+    """The first task is whole, and a zero accumulated vector later is not a first task."""
     pretrained, incoming = randn(1, 4, 4), randn(1, 4, 4) + 0.1 * randn(1, 4, 4, seed=1)
     first, second = (IsoC().fold_stack(Stack(("x",), t, pretrained, pretrained, incoming)).merged for t in (1, 2))
     assert torch.equal(first, incoming)
@@ -499,7 +499,7 @@ def test_iso_tells_the_first_task_by_its_index() -> None:
 
 
 def test_knots_without_trimming_and_conflict_adds_both_vectors() -> None:
-    """Section 6: rows of ``V`` on disjoint inputs, each of one sign, so both blocks agree everywhere."""
+    """Rows of ``V`` on disjoint inputs, each of one sign, so both blocks agree everywhere."""
     rows = torch.zeros(3, 16, dtype=torch.float64)
     for row, sign in enumerate((1, -1, 1)):
         for seed, block in enumerate(rows.view(3, 2, 8).unbind(1)):
@@ -520,7 +520,7 @@ def test_knots_without_trimming_and_conflict_adds_both_vectors() -> None:
 
 
 def test_knots_drops_components_below_its_absolute_limit() -> None:
-    """Section 6, trap: tiny vectors lose everything and add nothing; a layer beside them is not affected."""
+    """Tiny vectors lose everything and add nothing; a layer beside them is not affected."""
     pretrained = torch.zeros(2, 6, 4)
     changes = [torch.stack([1e-6 * randn(6, 4, seed=seed), randn(6, 4, seed=seed)]) for seed in (1, 2)]
     stack = Stack(("a", "b"), 2, pretrained, changes[0], changes[1])
@@ -571,7 +571,7 @@ def cut(matrices: Tensor, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (5, 5)])
 def test_tsv_keeps_two_of_five_directions_of_each_vector(shape: tuple[int, int]) -> None:
-    """Section 7: k = floor(5 / 2); the padding has no effect, and the singular values are those of both vectors."""
+    """k = floor(5 / 2); the padding has no effect, and the singular values are those of both vectors."""
     pretrained, merged, incoming = (randn(1, *shape, seed=seed).double() for seed in (1, 2, 3))
     found = TSVM().fold_stack(Stack(("x",), 2, pretrained, merged, incoming)).merged - pretrained
     values = [torch.linalg.svdvals(weight - pretrained)[0, :2] for weight in (merged, incoming)]
@@ -581,7 +581,7 @@ def test_tsv_keeps_two_of_five_directions_of_each_vector(shape: tuple[int, int])
 
 @pytest.mark.parametrize("shape", [(1, 6), (6, 1), (1, 1)])
 def test_tsv_of_one_row_keeps_nothing(shape: tuple[int, int]) -> None:
-    """Section 7: k = floor(1 / 2) = 0, so X = 0 and the weight is the pretrained one."""
+    """k = floor(1 / 2) = 0, so X = 0 and the weight is the pretrained one."""
     pretrained, merged, incoming = (randn(1, *shape, seed=seed) for seed in (1, 2, 3))
     assert torch.equal(TSVM().fold_stack(Stack(("x",), 2, pretrained, merged, incoming)).merged, pretrained)
 
@@ -597,7 +597,7 @@ def test_tsv_of_a_zero_vector_keeps_half_of_the_other() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("factor", [1.0, -2.0])
 def test_tsv_of_a_duplicated_task_is_finite(factor: float, dtype: torch.dtype) -> None:
-    """Section 7, trap: the stacked bases have half their rank. Without the null space: U_k (S_1 +- S_2)/2 V_k^T."""
+    """The stacked bases have half their rank. Without the null space: U_k (S_1 +- S_2)/2 V_k^T."""
     tau = randn(2, 8, 6, seed=1).to(dtype)
     merged = TSVM().fold_stack(Stack(("a", "b"), 2, torch.zeros_like(tau), tau, factor * tau)).merged
     assert torch.isfinite(merged).all()
@@ -623,7 +623,7 @@ def test_opcm_thin_form_equals_the_full_one(shape: tuple[int, int], alpha: float
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("shape", OPCM_SHAPES)
 def test_opcm_as_published_adds_nothing_along_the_accumulated_vector(shape: tuple[int, int], alpha: float) -> None:
-    """Section 8: <clean, tbar> ~ 1e-15 with ``zero_diagonal``, and not without it."""
+    """<clean, tbar> ~ 1e-15 with ``zero_diagonal``, and not without it."""
     tau, merged = (randn(1, *shape, seed=seed).double() for seed in (1, 2))
     clean, kept = (project_out(tau, merged, alpha, zero_diagonal=zero) for zero in (True, False))
     assert abs((clean * merged).sum().item()) < 1e-13 * tau.norm().item() * merged.norm().item()
@@ -658,7 +658,7 @@ def test_opcm_protects_the_components_below_alpha(
 def test_opcm_keeps_the_mean_length_and_its_scale(
     settings: dict[str, Any], clip: tuple[nn.Module, list[Tensors]]
 ) -> None:
-    """Section 8.3: ||theta_t - theta_0|| is the mean length of the task vectors; lambda is that of the full sum."""
+    """||theta_t - theta_0|| is the mean length of the task vectors; lambda is that of the full sum."""
     pretrained = clip[0].state_dict()
     stream = [tuned(pretrained, seed, scale) for seed, scale in ((1, 0.01), (2, 0.03), (3, 0.02))]
     method = OPCM(**settings)
@@ -690,7 +690,7 @@ def test_a_second_stream_does_not_inherit_the_state_of_opcm(clip: tuple[nn.Modul
 
 @pytest.mark.parametrize("shape", [(9, 7), (5, 8)])
 def test_nufilt_loss_and_gradients_equal_the_literal_ones(shape: tuple[int, int]) -> None:
-    """Section 9.2: P V_o = 0, so the second term needs ``tau B A V_o`` alone."""
+    """P V_o = 0, so the second term needs ``tau B A V_o`` alone."""
     tau, merged = (randn(2, *shape, seed=seed).double() for seed in (1, 2))
     a, b = randn(2, 3, shape[1], seed=3).double(), randn(2, shape[1], 3, seed=4).double()
     old, new = (
@@ -730,7 +730,7 @@ def test_nufilt_ranks_above_both_sides_are_clamped(shape: tuple[int, int]) -> No
 @pytest.mark.parametrize("shape", [(9, 7), (5, 8), (6, 6)])
 @pytest.mark.parametrize("null_rank", [3, 100])
 def test_nufilt_quirk_filters_the_first_inputs(null_rank: int, shape: tuple[int, int]) -> None:
-    """Section 9.3: right vectors of the thin SVD of a zero matrix are the first min(r, o, d) coordinate axes."""
+    """Right vectors of the thin SVD of a zero matrix are the first min(r, o, d) coordinate axes."""
     pretrained, incoming = randn(1, *shape), randn(1, *shape, seed=1)
     stack = Stack(("x",), 1, pretrained, pretrained, incoming)
     rank = min(null_rank, *shape)
@@ -838,7 +838,7 @@ def test_tied_embedding_counts_once_and_moves_once(name: str, t5: tuple[nn.Modul
 
 
 def test_nufilt_acts_on_every_feed_forward_matrix_of_t5(t5: tuple[nn.Module, list[nn.Module]]) -> None:
-    """Section 9.1 and decision A11: q, k, v, o, wi_0, wi_1 and wo."""
+    """q, k, v, o, wi_0, wi_1 and wo."""
     merger = ContinualMerger(t5[0], NUFILT(**TINY_RANKS))
     pretrained, merged = t5[0].state_dict(), states_of(merger, [model.state_dict() for model in t5[1][:2]])[-1]
     changed = [name for name in merged if not torch.equal(merged[name], pretrained[name])]

@@ -138,7 +138,7 @@ SWITCHES: list[dict[str, Any]] = [
     {"keep_ratio": 1.0},
     {"plasticity": 0.0},
     {"plasticity": 1.0, "regularization": 0.0},
-    {"scoring_rank": 128, "recovery_rank": 64},  # F6: above both sides
+    {"scoring_rank": 128, "recovery_rank": 64},  # above both sides
     {"task_rank": 8},  # above the scoring rank
     {"num_steps": 0},
     {"lr": 0.1, "seed": 5},
@@ -325,7 +325,6 @@ def test_cache_holds_what_depends_on_the_pretrained_weights_and_the_rank(monkeyp
 
 
 def test_global_generator_is_neither_read_nor_moved() -> None:
-    """P1."""
     stack = make_stack(dtype=torch.float32)
     merged = SafeMerge(**SMALL).fold_stack(stack).merged
     with torch.random.fork_rng(devices=[]):
@@ -346,7 +345,7 @@ def test_gradient_mode_does_not_matter(context: Callable[[], Any]) -> None:
 
 
 def test_thread_count_changes_rounding_only(masks: list[Tensor]) -> None:
-    """F11: an entry near the threshold may flip, so masks are compared by share and updates where they agree."""
+    """An entry near the threshold may flip, so masks are compared by share and updates where they agree."""
     stack = make_stack((96, 64), dtype=torch.float32)
     updates = []
     for threads in (1, 2):
@@ -363,7 +362,7 @@ def test_thread_count_changes_rounding_only(masks: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("index", [1, 2])
 def test_zero_task_vector_changes_nothing(index: int, dtype: torch.dtype) -> None:
-    """F3: the second layer did not change; the first is merged as if it were alone."""
+    """The second layer did not change; the first is merged as if it were alone."""
     stack = make_stack(index=index, dtype=dtype)
     incoming = stack.incoming.clone()
     incoming[1] = stack.pretrained[1]
@@ -376,7 +375,7 @@ def test_zero_task_vector_changes_nothing(index: int, dtype: torch.dtype) -> Non
 
 
 def test_zero_task_vector_keeps_negative_zeros() -> None:
-    """F3, bit for bit: hashes of an unchanged layer must not change either."""
+    """Bit for bit: hashes of an unchanged layer must not change either."""
     stack = make_stack(dtype=torch.float32)
     stack.merged[:, 0, 0] = -0.0
     merged = SafeMerge(**SMALL).fold_stack(edit(stack, incoming=stack.pretrained)).merged
@@ -385,7 +384,7 @@ def test_zero_task_vector_keeps_negative_zeros() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_second_task_after_one_that_changed_nothing(dtype: torch.dtype, masks: list[Tensor]) -> None:
-    """METHODS 15.1: a zero merged vector has no directions, so the old loss is 0 as at t = 1."""
+    """A zero merged vector has no directions, so the old loss is 0 as at t = 1."""
     stack = make_stack(index=2, dtype=dtype)
     stack = edit(stack, merged=stack.pretrained)
     method = SafeMerge(**SMALL)
@@ -398,7 +397,6 @@ def test_second_task_after_one_that_changed_nothing(dtype: torch.dtype, masks: l
 
 @pytest.mark.parametrize("shape", [(16, 12), (12, 16), (12, 12)])
 def test_ranks_above_both_sides_are_clamped(shape: tuple[int, int]) -> None:
-    """F6."""
     stack = make_stack(shape)
     ranks = {"scoring_rank": 12, "recovery_rank": 12, "task_rank": 12}
     huge = dict.fromkeys(ranks, 10_000)
@@ -408,7 +406,7 @@ def test_ranks_above_both_sides_are_clamped(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_task_vector_of_lower_rank_than_asked(dtype: torch.dtype, masks: list[Tensor]) -> None:
-    """F7: changes of rank 2 (merged LoRA adapters) under a scoring rank of 4 and a task rank of 3."""
+    """Changes of rank 2 (merged LoRA adapters) under a scoring rank of 4 and a task rank of 3."""
     stack = make_stack()
     merged, incoming = (
         stack.pretrained + 0.02 * randn(2, 16, 2, seed=seed) @ randn(2, 2, 12, seed=seed + 1) for seed in (5, 7)
@@ -435,7 +433,7 @@ def test_task_vector_inside_the_general_directions(dtype: torch.dtype, masks: li
 
 
 def test_repeated_singular_values_of_the_pretrained_weight(masks: list[Tensor]) -> None:
-    """F5: six equal singular values above six smaller equal ones; the span of the first six is unique."""
+    """Six equal singular values above six smaller equal ones; the span of the first six is unique."""
     pretrained = torch.zeros(2, 16, 12, dtype=torch.float64)
     pretrained.diagonal(dim1=1, dim2=2).copy_(torch.tensor([2.0] * 6 + [1.0] * 6))
     change = make_stack().task_vector
@@ -445,7 +443,7 @@ def test_repeated_singular_values_of_the_pretrained_weight(masks: list[Tensor]) 
 
 
 def test_identical_layers_get_identical_results(masks: list[Tensor]) -> None:
-    """F5: without recovery, whose start depends on the name, equal layers are merged equally."""
+    """Without recovery, whose start depends on the name, equal layers are merged equally."""
     stack = pick(make_stack(), [0, 0])
     merged = SafeMerge(**SMALL, use_recovery=False).fold_stack(stack).merged
     assert torch.equal(masks[0][0], masks[0][1])
@@ -453,7 +451,7 @@ def test_identical_layers_get_identical_results(masks: list[Tensor]) -> None:
 
 
 def test_frozen_rows_are_ties_at_zero_risk(masks: list[Tensor]) -> None:
-    """A10: 10 of 16 rows never trained. By the general score they are the least risky: 0.625 is kept, not 0.3."""
+    """10 of 16 rows never trained. By the general score they are the least risky: 0.625 is kept, not 0.3."""
     stack = make_stack(index=1)
     incoming = stack.incoming.clone()
     incoming[:, 6:] = stack.pretrained[:, 6:]
@@ -467,7 +465,7 @@ def test_frozen_rows_are_ties_at_zero_risk(masks: list[Tensor]) -> None:
 
 
 def test_tiny_half_precision_changes_are_ranked(masks: list[Tensor]) -> None:
-    """A6, A9: changes near 1e-4, stored in fp16 next to weights of 0.05, read as float32."""
+    """Changes near 1e-4, stored in fp16 next to weights of 0.05, read as float32."""
     stack = make_stack(scale=4e-5)
     half = {name: getattr(stack, name).half().float() for name in ("pretrained", "merged", "incoming")}
     stack = edit(stack, **half)
@@ -481,7 +479,7 @@ def test_tiny_half_precision_changes_are_ranked(masks: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("scale", [1e4, 1e8])
 def test_huge_task_vector_stays_finite(scale: float, masks: list[Tensor]) -> None:
-    """F15: Adam moves each factor by about ``lr`` a step whatever the loss, so the correction cannot run away."""
+    """Adam moves each factor by about ``lr`` a step whatever the loss, so the correction cannot run away."""
     stack = make_stack(dtype=torch.float32)
     stack = edit(stack, incoming=stack.pretrained + scale * stack.task_vector)
     result = SafeMerge(**{**SMALL, "num_steps": 50}).fold_stack(stack)
@@ -517,7 +515,7 @@ class Failing:
 def test_a_solver_that_fails_once_does_not_change_the_merge(
     solver: str, error: Exception, monkeypatch: pytest.MonkeyPatch, masks: list[Tensor]
 ) -> None:
-    """F8, F9. Single precision goes through Gram matrices, double precision through SVDs."""
+    """Single precision goes through Gram matrices, double precision through SVDs."""
     stack = make_stack(dtype=torch.float32 if solver == "eigh" else torch.float64)
     expected = update_of(stack, SafeMerge(**SMALL).fold_stack(stack))
     failing = Failing(getattr(torch.linalg, solver), error)
@@ -553,7 +551,6 @@ def test_a_solver_that_fails_once_does_not_change_the_merge(
     ],
 )
 def test_settings_out_of_range_are_refused_at_construction(setting: str, value: Any, message: str) -> None:
-    """F14."""
     with pytest.raises(ValueError, match=f"^{message}$"):
         SafeMerge(**{setting: value})
 
