@@ -124,4 +124,14 @@ def map_on_cores(function: Callable[[_In], _Out], items: Sequence[_In], *, most:
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "safemerge-core", initializer=torch.set_num_threads, initargs=(1,))
+    return ThreadPoolExecutor(threads, "safemerge-core", initializer=_take_one_core)
+
+
+def _take_one_core() -> None:
+    """Give this thread one core for good; a call inside would otherwise wait for the threads that run it.
+
+    torch copies the number of the whole process into a thread when it is first asked there, whatever was set before.
+    So it is asked now: a number that somebody sets later does not reach this thread any more.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(1)

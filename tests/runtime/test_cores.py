@@ -33,6 +33,14 @@ def test_results_come_in_order_each_from_one_thread(threads: int) -> None:
     assert list(map_on_cores(work, range(8))) == [(item, 1, False) for item in range(8)]
 
 
+def test_a_number_of_threads_that_is_set_later_does_not_reach_them(threads: int) -> None:
+    """Or calls inside of calls would wait for each other for ever."""
+    cores._pool.cache_clear()  # threads that nothing was asked of yet
+    assert list(map_on_cores(lambda item: item, range(3))) == [0, 1, 2]
+    torch.set_num_threads(threads)
+    assert list(map_on_cores(lambda _: torch.get_num_threads(), range(3))) == [1, 1, 1]
+
+
 def test_calls_share_the_inference_mode_of_their_caller(threads: int) -> None:
     def work(item: int) -> bool:
         return torch.is_inference_mode_enabled()
