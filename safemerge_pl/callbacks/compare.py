@@ -7,7 +7,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks.merge import MergeCallback
-from safemerge_pl.folding.bound import MaxResponse, choose_bound
+from safemerge_pl.folding.bound import MaxResponse, choose_bound, name_with_bound
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.functional import SCORES
 from safemerge_pl.merger import ContinualMerger
@@ -40,8 +40,7 @@ class ComparedMethod:
     label: str = ""
 
     def __post_init__(self) -> None:
-        bound = choose_bound(self.method, self.max_response)
-        self.label = self.label or self.method.label + ("" if bound is None else f", bound {bound:g}")
+        self.label = self.label or name_with_bound(self.method, choose_bound(self.method, self.max_response))
 
 
 class MethodComparison(L.Callback):

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from safemerge_pl.callbacks.compare import MethodComparison
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.references import ReferenceRows
+from safemerge_pl.folding.bound import name_with_bound
 from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.reports import stream as reports
@@ -133,6 +134,8 @@ class StreamReport(L.Callback):
             tasks, controls, seed = merge.live.named(trainer), merge.live.scores.controls, None
         else:
             tasks, controls, seed = data.stream.names, data.controls, data.stream.order_seed
+        bound = None if merge.merger is None else merge.merger.max_response
+        settings = {**merge.method.settings(), **({} if bound is None else {"max_response": bound})}
         comparison = next((c for c in trainer.callbacks if isinstance(c, MethodComparison)), None)  # type: ignore[attr-defined]
         references = next((c for c in trainer.callbacks if isinstance(c, ReferenceRows)), None)  # type: ignore[attr-defined]
         return {
@@ -140,7 +143,7 @@ class StreamReport(L.Callback):
             "tasks": list(tasks),
             "controls": list(controls),
             "order_seed": seed,
-            "method": {"name": _name(merge), "settings": {**merge.method.settings(), **_bound(merge)}},
+            "method": {"name": name_with_bound(merge.method, bound), "settings": settings},
             "references": {} if references is None else references.rows,
             "compared": {} if comparison is None else comparison.rows,
             "steps": self.steps,
@@ -180,17 +183,6 @@ class StreamReport(L.Callback):
             if isinstance(logger, TensorBoardLogger):
                 logger.log_hyperparams(settings, scores)
                 logger.save()
-
-
-def _name(merge: MergeCallback) -> str:
-    """The method, and its bound where there is one."""
-    return ", ".join([merge.method.label, *(f"bound {bound:g}" for bound in _bound(merge).values())])
-
-
-def _bound(merge: MergeCallback) -> dict[str, float]:
-    """The bound on the response, where there is one."""
-    bound = None if merge.merger is None else merge.merger.max_response
-    return {} if bound is None else {"max_response": bound}
 
 
 def _command() -> str:

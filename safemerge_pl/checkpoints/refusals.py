@@ -1,12 +1,12 @@
 """Recognise files that are not mergeable weights, and say what to do instead."""
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safemerge_pl.errors import CheckpointError
+from safemerge_pl.runtime.files import read_object
 
 __all__ = ["WEIGHT_ENDINGS", "read_config", "refuse_folder", "refuse_impostor", "refuse_packed"]
 
@@ -122,8 +122,4 @@ def refuse_packed(names: Iterable[str], source: str, config: dict[str, Any]) -> 
 
 def read_config(folder: Path | None) -> dict[str, Any]:
     """Read ``config.json`` of a model folder; empty if there is none or it is damaged."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return read_object(folder / "config.json") if folder else {}

@@ -14,7 +14,7 @@ from safemerge_pl.maths.response import read_energy
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.runtime.cores import map_on_cores
 
-__all__ = ["MaxResponse", "choose_bound", "measure_response", "scale_vector"]
+__all__ = ["MaxResponse", "choose_bound", "measure_response", "name_with_bound", "scale_vector"]
 
 MaxResponse = float | Literal["auto"] | None
 """A bound, ``"auto"`` for the method's own, ``None`` for no bound."""
@@ -42,6 +42,17 @@ def choose_bound(method: MergeMethod, max_response: MaxResponse) -> float | None
             f"{max_response!r}."
         )
     return float(max_response)
+
+
+def name_with_bound(method: MergeMethod, bound: float | None) -> str:
+    """Name a method in tables and figures, with its bound where there is one.
+
+    Example:
+        >>> from safemerge_pl.methods import SafeShare
+        >>> name_with_bound(SafeShare(), 0.035), name_with_bound(SafeShare(), None)
+        ('SAFE-Share, bound 0.035', 'SAFE-Share')
+    """
+    return method.label if bound is None else f"{method.label}, bound {bound:g}"
 
 
 def measure_response(

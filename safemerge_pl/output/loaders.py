@@ -1,6 +1,5 @@
 """Which library loads an output, where it looks for the weights, and with which call."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ from safemerge_pl.checkpoints.open import Checkpoint, weight_file
 from safemerge_pl.checkpoints.refusals import read_config
 from safemerge_pl.output.base_folder import module_paths
 from safemerge_pl.output.files import DIFFUSERS_STEM, MISTRAL_STEM, OPEN_CLIP_STEM, WEIGHTS_STEM, weights_stem
+from safemerge_pl.runtime.files import read_object
 
 __all__ = ["Loader", "find_loader"]
 
@@ -107,7 +107,7 @@ def _auto_model(config: dict[str, Any], code: bool) -> str:
 def _sentence_transformers(folder: Path) -> Loader:
     """Sentence-transformers, and the libraries that put a head of their own behind its models."""
     loads, library = "sentence_transformers.SentenceTransformer(folder)", "sentence-transformers"
-    kind = _read(folder / "config_sentence_transformers.json").get("model_type")
+    kind = read_object(folder / "config_sentence_transformers.json").get("model_type")
     if (folder / "config_setfit.json").exists() or any(folder.glob("model_head.*")):
         loads, library = "setfit.SetFitModel.from_pretrained(folder)", "setfit"
     elif kind == "ColBERT":
@@ -116,14 +116,6 @@ def _sentence_transformers(folder: Path) -> Loader:
         loads = f"sentence_transformers.{kind}(folder)"
     parts = f", with the layers in {', '.join(module_paths(folder))}" if module_paths(folder) else ""
     return Loader(WEIGHTS_STEM, True, library, f"`{loads}` loads it{parts}.")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 _BY_STEM: dict[str, Callable[[Path, bool], Loader]] = {

@@ -23,7 +23,7 @@ Aggregate = dict[str, Any]
 
 @dataclass
 class StudyFigure:
-    """A figure of a results.
+    """A figure of a study.
 
     Args:
         file: name of the PNG.

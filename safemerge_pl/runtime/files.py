@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["local_path", "write_bytes", "write_figure", "write_json", "write_text"]
+__all__ = ["local_path", "read_object", "write_bytes", "write_figure", "write_json", "write_text"]
 
 
 class Figure(Protocol):
@@ -35,6 +35,20 @@ def local_path(path: str | Path) -> Path:
         return given.expanduser()
     except RuntimeError as error:
         raise ValueError(f"{path}: {given.parts[0]} names no home folder; write the path out.") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file that somebody else wrote; empty if there is none, or it is damaged.
+
+    Example:
+        >>> read_object(Path("no such file"))
+        {}
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_bytes(path: Path, content: bytes) -> None:
