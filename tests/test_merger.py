@@ -134,9 +134,10 @@ def test_a_transposed_layout_gives_the_same_merge() -> None:
     """A square matrix as GPT-2 stores it, and upright."""
     base, tuned_ = tiny.randn(8, 8), tiny.randn(8, 8) + 0.01 * tiny.randn(8, 8, seed=1)
     upright, turned = "layers.0.self_attn.o_proj.weight", "h.0.attn.c_proj.weight"
-    expected, merger = fresh({upright: base}), fresh({turned: base.T.contiguous()})
+    beside = {"h.0.mlp.c_fc.weight": tiny.randn(8, 32)}  # tells which way the square one lies
+    expected, merger = fresh({upright: base}), fresh({turned: base.T.contiguous(), **beside})
     assert expected.fold({upright: tuned_}, "a").layers[0].layer == "model.0.out"
-    merger.fold({turned: tuned_.T.contiguous()}, "a")
+    merger.fold({turned: tuned_.T.contiguous(), **beside}, "a")
     assert torch.equal(merger.merged[turned].T, expected.merged[upright])
     assert not torch.equal(merger.merged[turned], expected.merged[upright])
 

@@ -138,7 +138,8 @@ def test_fold_today_and_tomorrow(tmp_path: Path) -> None:
         (["--incoming", "gone"], "gone does not exist."),
         (["--incoming", "EXPERT", "--merged", "gone"], "gone holds no merge_state.json"),
         (["--incoming", "EXPERT", "--method.keep_ratio", "2"], "`keep_ratio` must be in [0, 1]"),
-        (["--incoming", "EXPERT", "--layers", "[text_model.*]"], "matches none of the"),
+        (["--incoming", "EXPERT", "--layers", "[image_model.*]"], "matches none of the"),
+        (["--incoming", "EXPERT", "--layers", "[text_model.*]"], "lacks 20 of 20 tensors to merge"),
         (["--incoming", "MODEL/tokenizer.json"], "tokenizer.json is not a checkpoint"),
     ],
 )
