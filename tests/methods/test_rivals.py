@@ -51,11 +51,12 @@ ZOO_RANKS: dict[str, Any] = {"null_rank": 21, "recovery_rank": 11, "task_rank": 
 # vector, for the worst tensor and step (`error_of`). Measured (x86, torch 2.14): float64 1.9e-14. Float32 merger:
 # 6.4e-5 on tiny models and 5.3e-5 on the zoo, in LayerNorm weights: next to values of 1, a float32 cannot hold changes
 # of 1e-3 any better. KnOTS trims entries of singular vectors; on the zoo rounding moves one of them over the
-# threshold: 2.0e-3.
+# threshold: 2.0e-3. MKL's compatible kernels and torch's default ones give the same (6.3e-5, 5.3e-5, 2.0e-3); the bounds
+# leave a factor of ten.
 FLOAT64_ERROR = 1e-12
-TINY_ERROR = 2e-4
-ZOO_ERROR = {"knots": 1e-2}
-ZOO_ERROR_ELSE = 2e-4
+TINY_ERROR = 7e-4
+ZOO_ERROR = {"knots": 2.5e-2}
+ZOO_ERROR_ELSE = 6e-4
 
 
 @pytest.fixture(autouse=True)
@@ -736,9 +737,10 @@ def test_nufilt_quirk_filters_the_first_inputs(null_rank: int, shape: tuple[int,
     rank = min(null_rank, *shape)
     merged = NUFILT(null_rank=null_rank, filter_first=True).fold_stack(stack).merged
     assert torch.equal(merged[:, :, :rank], pretrained[:, :, :rank])
-    assert torch.allclose(merged[:, :, rank:], incoming[:, :, rank:], rtol=0, atol=1e-6)
+    roundings = 5 * torch.finfo(torch.float32).eps * incoming.abs().max().item()
+    assert torch.allclose(merged[:, :, rank:], incoming[:, :, rank:], rtol=0, atol=roundings)
     whole = NUFILT(null_rank=null_rank).fold_stack(stack).merged
-    assert torch.allclose(whole, incoming, rtol=0, atol=1e-6)
+    assert torch.allclose(whole, incoming, rtol=0, atol=roundings)
 
 
 # --- traps: vectors that are zero, tied tensors, settings ------------------------------------------------------------
