@@ -522,5 +522,5 @@ def _snapshot(pretrained: Source) -> Checkpoint:
     tensors = {name: checkpoint[name].detach().cpu().clone() for name in checkpoint if name not in aliases}
     tensors |= {alias: tensors[name] for alias, name in aliases.items()}
     snapshot = open_checkpoint({name: tensors[name] for name in checkpoint})
-    snapshot.source = checkpoint.source
+    snapshot.source, snapshot.config = checkpoint.source, checkpoint.config
     return snapshot

@@ -33,7 +33,8 @@ _BLOCK = r"(?:layers|layer|blocks|resblocks|block|h)\.(?P<i>\d+(?:\.blocks\.\d+)
 _ATTENTION = r"(?:self_attn|self_attention|attn|attention)\.(?:(?:self|attention)\.)?"
 _CROSS = r"(?:encoder_attn|cross_attn|crossattention|multihead_attn)\.(?:self\.)?"
 _FEED = r"(?:mlp|ffn|feed_forward)\."
-_MIXTURE = r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(?P<e>\d+)\."
+_MIXTURE_OF = r"(?:mlp|block_sparse_moe|feed_forward)\."
+_MIXTURE = _MIXTURE_OF + r"experts\.(?P<e>\d+)\."
 _QKV = r"(?P<k>q|k|v|query|key|value)(?:_proj|_lin)?\.weight"
 _OUT = r"(?:" + "|".join(map(re.escape, OUT_PROJECTIONS)) + r")\.weight"
 _T5 = r"(?P<side>encoder|decoder)\.block\.(?P<i>\d+)\.layer\.\d+\."
@@ -50,6 +51,7 @@ class Rule:
         wide: a matrix of the feed-forward's output side, merged on demand only.
         heads: queries first, then keys and values of as many heads or fewer (grouped-query attention).
         square: of these, one with as many rows of queries as it has columns.
+        paired: queries or keys whose rotary pairs lie side by side, not in halves of a head as transformers has them.
     """
 
     pattern: re.Pattern[str]
@@ -58,6 +60,7 @@ class Rule:
     wide: bool = False
     heads: bool = False
     square: bool = False
+    paired: bool = False
 
 
 def _rule(pattern: str, *names: str, **kind: bool) -> Rule:
@@ -82,7 +85,8 @@ _RULES = (
     _rule(r"h\.(?P<i>\d+)\.mlp\.c_proj\.weight", "{tower}.{i}.down", transposed=True, wide=True),
     # attention of CLIP, SigLIP, Llama and its kin, Phi, BERT and its kin, ViT, DINO, Swin, Whisper, BART, GPT-J, timm
     _rule(_BLOCK + _ATTENTION + _QKV, "{tower}.{i}.{k[0]}"),
-    _rule(_BLOCK + _ATTENTION + r"w(?P<k>[qkv])\.weight", "{tower}.{i}.{k}"),
+    _rule(_BLOCK + _ATTENTION + r"w(?P<k>[qk])\.weight", "{tower}.{i}.{k}", paired=True),  # Meta's and Mistral's own
+    _rule(_BLOCK + _ATTENTION + r"w(?P<k>v)\.weight", "{tower}.{i}.{k}"),
     _rule(_BLOCK + _ATTENTION + r"(?P<k>q_a|q_b|kv_b)_proj\.weight", "{tower}.{i}.{k}"),  # DeepSeek's latent attention
     _rule(_BLOCK + _ATTENTION + r"kv_a_proj_with_mqa\.weight", "{tower}.{i}.kv_a"),
     _rule(_BLOCK + _ATTENTION + _OUT, "{tower}.{i}.out"),
@@ -123,7 +127,7 @@ OTHER_PIECES = [
             r"(?:layers\.\d+\.layer_norm|resblocks\.\d+\.ln_|blocks\.\d+\.norm)([12])\.(?:weight|bias)",
             "{block}.norm{group}.{end}",
         ),
-        (r"layers\.\d+\.self_attn\.([qkv])_proj\.bias", "{block}.{group}.bias"),
+        (r"layers\.\d+\.(?:self_attn\.|attention\.w)([qkv])(?:_proj)?\.bias", "{block}.{group}.bias"),
         (
             r"resblocks\.\d+\.attn\.in_proj_bias|blocks\.\d+\.attn\.qkv\.bias",
             "{block}.q.bias",
@@ -139,6 +143,15 @@ OTHER_PIECES = [
             r"(?:layers\.\d+\.mlp\.fc2|resblocks\.\d+\.mlp\.c_proj|blocks\.\d+\.mlp\.fc2)\.(?:weight|bias)",
             "{block}.down.{end}",
         ),
+        # Llama, Mistral and Mixtral in transformers and in their makers' own files
+        (r"(?:embed_tokens|tok_embeddings)\.weight", "words"),
+        (r"(?:lm_head|output)\.weight", "head"),
+        (r"layers\.\d+\.(?:input_layernorm|attention_norm)\.weight", "{block}.norm1.{end}"),
+        (r"layers\.\d+\.(?:post_attention_layernorm|ffn_norm)\.weight", "{block}.norm2.{end}"),
+        (r"layers\.\d+\.(?:self_attn\.o_proj|attention\.wo)\.bias", "{block}.out.bias"),
+        (r"layers\.\d+\.(?:mlp\.down_proj|feed_forward\.w2)\.weight", "{block}.down.{end}"),
+        (_MIXTURE_OF + r"gate\.weight", "{block}.router.{end}"),
+        (_MIXTURE_OF + r"experts\.(\d+)\.(?:down_proj|w2)\.weight", "{block}.expert{group}.down.{end}"),
     )
 ]
 """What a model holds beside the matrices of the rules, under canonical names that do not depend on the library.

@@ -10,15 +10,34 @@ from torch import Tensor
 from safemerge_pl.architectures.layers import MergeLayer, counterparts, known_layers, parts_of, vision_only
 from safemerge_pl.architectures.memory_names import Spelling
 from safemerge_pl.architectures.pieces import pieces_of
+from safemerge_pl.architectures.rotary import is_paired, reorder
 from safemerge_pl.checkpoints.adapter import Adapter, Factors
 from safemerge_pl.checkpoints.adapter_config import REMEDY
 from safemerge_pl.checkpoints.adapter_places import find_places
 from safemerge_pl.checkpoints.adapter_types import MAGNITUDE
-from safemerge_pl.checkpoints.layouts import layer_index, refuse_other_order
+from safemerge_pl.checkpoints.head_size import rotary_size
+from safemerge_pl.checkpoints.layouts import layer_index
 from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
 
 __all__ = ["BoundAdapter", "Delta", "bind"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows of rotary heads that stand in another order in the base than in what an adapter was trained on.
+
+    Attributes:
+        size: rows of a head; 0 if both have one order.
+        to_pairs: the base has rotary pairs side by side, the adapter in halves of a head.
+    """
+
+    size: int = 0
+    to_pairs: bool = False
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """Put rows of the adapter in the base's order."""
+        return reorder(tensor, self.size, to_pairs=self.to_pairs) if self.size else tensor
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,7 @@ class Delta:
         transposed: the base stores the transposed matrix.
         rows: rows of the base's upright tensor that it is added to; all if ``None``.
         taken: rows of the update that are added; all if ``None``.
+        order: of these rows.
     """
 
     scale: float
@@ -40,6 +60,7 @@ class Delta:
     transposed: bool = False
     rows: tuple[int, int] | None = None
     taken: tuple[int, int] | None = None
+    order: Order = Order()
 
     @property
     def keys(self) -> list[str]:
@@ -55,11 +76,13 @@ class Saved:
         key: its name in the adapter.
         rows: rows of the base's tensor; all if ``None``.
         taken: rows of the adapter's tensor; all if ``None``.
+        order: of these rows.
     """
 
     key: str
     rows: tuple[int, int] | None = None
     taken: tuple[int, int] | None = None
+    order: Order = Order()
 
 
 class BoundAdapter(View):
@@ -86,34 +109,40 @@ class BoundAdapter(View):
     def shape(self, name: str) -> tuple[int, ...]:
         """See :class:`Checkpoint`."""
         whole = self._whole(name)
-        return super().shape(name) if whole is None else self._adapter.shape(whole)
+        if whole is None:
+            return super().shape(name)
+        shape = self._adapter.shape(whole.key)
+        return shape if whole.taken is None else (whole.taken[1] - whole.taken[0], *shape[1:])
 
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Checkpoint`."""
         if name in self._deltas:
             return torch.float32
         whole = self._whole(name)
-        dtype = super().dtype(name) if whole is None else self._adapter.dtype(whole)
+        dtype = super().dtype(name) if whole is None else self._adapter.dtype(whole.key)
         for saved in self._replaced.get(name, ()):
             dtype = torch.promote_types(dtype, self._adapter.dtype(saved.key))
         return dtype
 
-    def _whole(self, name: str) -> str | None:
-        """Name of the adapter's tensor that stands in for all of one of the base."""
-        return next((saved.key for saved in self._replaced.get(name, ()) if saved.rows is None), None)
+    def _whole(self, name: str) -> Saved | None:
+        """What of the adapter stands in for all of a tensor of the base."""
+        return next((saved for saved in self._replaced.get(name, ()) if saved.rows is None), None)
 
     def _saved(self, name: str) -> Tensor:
         """A tensor of the base with the adapter's own in its place, or in the place of some of its rows."""
         whole = self._whole(name)
         if whole is not None:
-            return self._adapter[whole]
+            return self._read_saved(whole)
         dtype = torch.float32 if name in self._deltas else self.dtype(name)
         tensor = super().__getitem__(name).detach().to(dtype, copy=True)
         for saved in self._replaced[name]:
-            found = self._adapter[saved.key]
             assert saved.rows is not None
-            tensor[slice(*saved.rows)] = found if saved.taken is None else found[slice(*saved.taken)]
+            tensor[slice(*saved.rows)] = self._read_saved(saved)
         return tensor
+
+    def _read_saved(self, saved: Saved) -> Tensor:
+        found = self._adapter[saved.key]
+        return saved.order.apply(found if saved.taken is None else found[slice(*saved.taken)])
 
     def require_change(self, names: Iterable[str], *, values: bool = True) -> None:
         """Refuse an adapter that leaves all of these tensors as they are: it would be merged without effect.
@@ -154,7 +183,8 @@ class BoundAdapter(View):
         dense = weight.clone()
         upright = dense.T if delta.transposed else dense.flatten(1)
         target = upright if delta.rows is None else upright[slice(*delta.rows)]
-        target.add_((update if delta.taken is None else update[slice(*delta.taken)]) * delta.scale)
+        update = update if delta.taken is None else update[slice(*delta.taken)]
+        target.add_(delta.order.apply(update) * delta.scale)
         if MAGNITUDE not in parts:
             return dense
         magnitude = parts[MAGNITUDE].flatten()  # DoRA (Liu et al. 2024, Eq. 5): by rows of the matrix
@@ -219,7 +249,6 @@ def _convert_layout(
             raise CheckpointError(
                 f"{adapter.source}: the adapter's `{module}` has no place in {base.source}: {reason}"
             ) from reason
-        refuse_other_order(((place.parameter, name) for place in places if place), adapter.source)
         for part, place in zip(parts, places, strict=True):
             assert place is not None
             if part.shape != place.shape:
@@ -227,9 +256,15 @@ def _convert_layout(
                     f"{adapter.source}: the adapter's `{module}` is for a matrix of shape {part.shape}, "
                     f"`{place.parameter}` in {base.source} has {place.shape}: is it an adapter of this model?"
                 )
-            delta = Delta(adapter.scale(module), factors, "", place.transposed, place.rows, part.rows)
+            order = _order(base, place.parameter, adapter, name)
+            delta = Delta(adapter.scale(module), factors, "", place.transposed, place.rows, part.rows, order)
             deltas[place.parameter].append(delta)
     return deltas
+
+
+def _order(base: Checkpoint, place: str, adapter: Adapter, name: str) -> Order:
+    """How rows of a tensor that the adapter was trained for stand in the base."""
+    return Order(rotary_size(base, place, adapter, name), is_paired(place))
 
 
 def _parts(adapter: Adapter, name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[MergeLayer]:
@@ -256,7 +291,8 @@ def _convert_whole(adapter: Adapter, base: Checkpoint) -> tuple[dict[str, list[S
             missing.append(name)
             continue
         for part, place in pairs:
-            replaced[place.parameter].append(Saved(key, place.rows, part.rows))
+            order = _order(base, place.parameter, adapter, name)
+            replaced[place.parameter].append(Saved(key, place.rows, part.rows, order))
     return replaced, missing
 
 

@@ -10,13 +10,12 @@ from safemerge_pl.architectures.cuts import is_turned
 from safemerge_pl.architectures.families import block_of, tower
 from safemerge_pl.architectures.layers import MergeLayer, counterparts, vision_only
 from safemerge_pl.architectures.pieces import pieces_of
+from safemerge_pl.architectures.rotary import is_paired, reorder
+from safemerge_pl.checkpoints.head_size import rotary_size
 from safemerge_pl.checkpoints.tensors import Checkpoint, View
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["convert_layout", "layer_index", "refuse_other_order", "turn_alike"]
-
-_ROTARY_PAIRS = {"wq", "wk"}
-"""What Meta and Mistral call the matrices whose rows they keep in another order than transformers."""
+__all__ = ["convert_layout", "layer_index", "turn_alike"]
 
 
 def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint) -> Checkpoint | None:
@@ -32,7 +31,8 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
         model is not the same architecture in another layout.
 
     Raises:
-        CheckpointError: if it is, but a wanted tensor has no known counterpart.
+        CheckpointError: if it is, but a wanted tensor has no known counterpart, or one with rotary rows in another
+            order that cannot be told.
 
     Example:
         >>> from safemerge_pl.checkpoints.tensors import Memory
@@ -60,32 +60,19 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
             f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "
             f"of {len(wanted)} tensors, first `{unknown[0]}`; convert it to the pretrained model's layout."
         )
-    refuse_other_order(
-        ((name, theirs[part.name].parameter) for name in blocks for part in parts[name]), incoming.source
-    )
-    return _Converted(
-        incoming, {name: [(part, theirs[part.name]) for part in parts[name]] for name in parts if name in known}
-    )
+    pieces = {name: [(part, theirs[part.name]) for part in parts[name]] for name in parts if name in known}
+    sizes = {
+        mine.name: rotary_size(pretrained, mine.parameter, incoming, its.parameter)
+        for name in wanted
+        for mine, its in pieces[name]
+    }
+    needed = set(wanted)  # of the others none whose rows would stand in the wrong order
+    whole = {name: both for name, both in pieces.items() if name in needed or not any(_reorders(*two) for two in both)}
+    return _Converted(incoming, whole, sizes)
 
 
-def refuse_other_order(pairs: Iterable[tuple[str, str]], source: str) -> None:
-    """Refuse to take Meta's ``wq`` and ``wk`` for transformers' matrices or the reverse.
-
-    Rotary embeddings turn neighbouring rows there and rows half a head apart here, so equal rows mean other things.
-
-    Args:
-        pairs: name in the pretrained model -> name in the incoming one.
-        source: the incoming model, for the message.
-
-    Raises:
-        CheckpointError: naming the first pair of which one side alone is of that layout.
-    """
-    for ours, theirs in pairs:
-        if _ROTARY_PAIRS.isdisjoint(ours.split(".")) != _ROTARY_PAIRS.isdisjoint(theirs.split(".")):
-            raise CheckpointError(
-                f"{source} holds `{theirs}` for the pretrained model's `{ours}`: in the makers' layout (`wq`, `wk`) "
-                "the rows of a head lie in another order than in transformers'; save both by one library."
-            )
+def _reorders(ours: MergeLayer, theirs: MergeLayer) -> bool:
+    return is_paired(ours.parameter) != is_paired(theirs.parameter)
 
 
 def turn_alike(pretrained: Checkpoint, incoming: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
@@ -153,19 +140,36 @@ def layer_index(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> d
 
 
 class _Converted(Checkpoint):
-    """Tensors assembled from pieces of others: (piece of ours, piece of theirs) in the order of rows."""
+    """Tensors assembled from pieces of others.
 
-    def __init__(self, incoming: Checkpoint, pieces: Mapping[str, list[tuple[MergeLayer, MergeLayer]]]) -> None:
+    Args:
+        incoming: the model that holds the others.
+        pieces: piece of ours and piece of theirs, in the order of rows, by the name of the whole.
+        sizes: rows of a head by the name of our piece, where their rotary rows stand in the other order; else 0.
+    """
+
+    def __init__(
+        self,
+        incoming: Checkpoint,
+        pieces: Mapping[str, list[tuple[MergeLayer, MergeLayer]]],
+        sizes: Mapping[str, int],
+    ) -> None:
         self.source, self.folder, self.notes = incoming.source, incoming.folder, incoming.notes
-        self._incoming, self._pieces = incoming, dict(pieces)
+        self.config = incoming.config
+        self._incoming, self._pieces, self._sizes = incoming, dict(pieces), sizes
 
     def __getitem__(self, name: str) -> Tensor:
         pieces = self._pieces[name]
-        found = [theirs.view(self._incoming[theirs.parameter]) for _, theirs in pieces]
+        found = [self._read(*piece) for piece in pieces]
         if len(found) == 1 and not pieces[0][0].transposed:
             return _squeeze(found[0], pieces[0][0].shape)
         whole = torch.cat(found)
         return whole.T if pieces[0][0].transposed else whole
+
+    def _read(self, ours: MergeLayer, theirs: MergeLayer) -> Tensor:
+        found = theirs.view(self._incoming[theirs.parameter])
+        size = self._sizes.get(ours.name, 0)
+        return reorder(found, size, to_pairs=is_paired(ours.parameter)) if size else found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)

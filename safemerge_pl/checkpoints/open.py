@@ -5,7 +5,8 @@ Shapes and dtypes come from headers, tensors are read one at a time, and no code
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -16,7 +17,14 @@ from safemerge_pl.checkpoints.adapter_config import ADAPTER_CONFIG, read_adapter
 from safemerge_pl.checkpoints.hub import download
 from safemerge_pl.checkpoints.names import match_names
 from safemerge_pl.checkpoints.pickles import load_pickle, tensors_of
-from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS, read_config, refuse_folder, refuse_impostor, refuse_packed
+from safemerge_pl.checkpoints.refusals import (
+    WEIGHT_ENDINGS,
+    is_whole,
+    read_config,
+    refuse_folder,
+    refuse_impostor,
+    refuse_packed,
+)
 from safemerge_pl.checkpoints.safetensors_files import Safetensors
 from safemerge_pl.checkpoints.tensors import Checkpoint, Memory, fingerprint
 from safemerge_pl.errors import CheckpointError
@@ -42,6 +50,17 @@ _WEIGHT_FILES = (
     "consolidated.safetensors",
 )
 """Looked for in a folder in this order: safetensors are preferred to pickles."""
+
+_META_FILE = "consolidated.00.pth"
+
+_OF_A_FOLDER = re.compile(
+    r"(?:model|pytorch_model|adapter_model|open_clip_model|open_clip_pytorch_model|diffusion_pytorch_model|consolidated)"
+    r"(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
+)
+"""Names of weights, whole or in shards, whose folder is given instead of them."""
+
+_NAMED = 5
+"""Checkpoints inside a folder that a message names."""
 
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -75,7 +94,10 @@ def open_checkpoint(source: Source, *, revision: str | None = None) -> Checkpoin
 
 def _open(source: Source, revision: str | None) -> Checkpoint:
     if isinstance(source, nn.Module):
-        return Memory(source.state_dict(), f"a {type(source).__name__} in memory")
+        opened = Memory(source.state_dict(), f"a {type(source).__name__} in memory")
+        to_dict = getattr(getattr(source, "config", None), "to_dict", dict)  # transformers' configurations have it
+        opened.config = to_dict()
+        return opened
     if isinstance(source, Mapping):
         return Memory(tensors_of(source, "a mapping in memory"), "a mapping in memory")
     path = local_path(source)
@@ -89,10 +111,14 @@ def _open(source: Source, revision: str | None) -> Checkpoint:
 def weight_file(folder: Path) -> Path | None:
     """The file of a model folder that its weights are read from, or their index; ``None`` if there is none.
 
-    Where none has a name that a library gives, a single safetensors file of any name is read.
+    Where none has a name that a library gives, a single safetensors file of any name is read, or Meta's own of a model
+    that was not cut into parts.
     """
     found = _weight_files(folder) or sorted(file.name for file in folder.glob("*.safetensors"))
-    return folder / found[0] if found and (found[0] in _WEIGHT_FILES or len(found) == 1) else None
+    if found:
+        return folder / found[0] if found[0] in _WEIGHT_FILES or len(found) == 1 else None
+    meta = folder / _META_FILE
+    return meta if meta.exists() and is_whole(meta) else None
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -110,11 +136,33 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
     read = weight_file(folder)
     if read is None:
         refuse_folder(folder)
-        raise CheckpointError(f"{folder} holds no weights: expected one of {', '.join(_WEIGHT_FILES)}.")
+        raise CheckpointError(
+            f"{folder} holds no weights: expected one of {', '.join(_WEIGHT_FILES)}{_found_inside(folder)}."
+        )
     opened = _open_file(read, source, folder)
     if found[1:]:
         opened.notes += (f"{folder} holds {found[0]}, which is read, and {' and '.join(found[1:])}, which is not",)
     return opened
+
+
+def _found_inside(folder: Path) -> str:
+    """What a user may have meant: files of other names, and folders inside that hold a checkpoint."""
+    files = [path.name for ending in WEIGHT_ENDINGS for path in sorted(folder.glob(f"*{ending}"))]
+    if files:
+        return f"; give one of its files by its path ({_some(files)})"
+    for depth in ("*", "*/*", "*/*/*"):
+        inside = [path for ending in WEIGHT_ENDINGS for path in sorted(folder.glob(f"{depth}/*{ending}"))]
+        found = {path.parent if _OF_A_FOLDER.fullmatch(path.name) else path for path in inside}
+        if found:
+            return (
+                f"; give one of the checkpoints inside ({_some(str(at.relative_to(folder)) for at in sorted(found))})"
+            )
+    return ""
+
+
+def _some(names: Iterable[str]) -> str:
+    few = list(names)
+    return ", ".join(few[:_NAMED]) + (f" and {len(few) - _NAMED} more" if len(few) > _NAMED else "")
 
 
 def _open_adapter(folder: Path, source: str) -> Adapter:

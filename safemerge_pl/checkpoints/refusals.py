@@ -8,7 +8,7 @@ from typing import Any
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.runtime.files import read_object
 
-__all__ = ["WEIGHT_ENDINGS", "read_config", "refuse_folder", "refuse_impostor", "refuse_packed"]
+__all__ = ["WEIGHT_ENDINGS", "is_whole", "read_config", "refuse_folder", "refuse_impostor", "refuse_packed"]
 
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
@@ -61,7 +61,7 @@ def refuse_impostor(path: Path) -> None:
     if path.is_symlink() and not path.exists():
         raise CheckpointError(f"{path} is a link to a file that is gone; fetch it again.")
     for pattern, what in _BY_NAME:
-        if re.fullmatch(pattern, path.name):
+        if re.fullmatch(pattern, path.name) and not is_whole(path):
             raise CheckpointError(f"{path} is {what}.")
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder, where a file of weights should be; fetch it again.")
@@ -75,6 +75,11 @@ def refuse_impostor(path: Path) -> None:
             raise CheckpointError(f"{path} is {what.format(size=size)}.")
     if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
         raise CheckpointError(f"{path} is a web page of {size} bytes, not the weights; fetch it again.")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is a model of Meta's that was not cut: the first part, and there is no second."""
+    return path.name == "consolidated.00.pth" and not path.with_name("consolidated.01.pth").exists()
 
 
 def refuse_folder(folder: Path) -> None:
@@ -91,7 +96,7 @@ def refuse_folder(folder: Path) -> None:
     for pattern, what in _BY_NAME:
         for depth in ("*", "*/*", "*/*/*"):
             for path in sorted(folder.glob(depth)):
-                if re.fullmatch(pattern, path.name):
+                if re.fullmatch(pattern, path.name) and not is_whole(path):
                     raise CheckpointError(f"{folder} holds {path.relative_to(folder)}, {what}.")
 
 

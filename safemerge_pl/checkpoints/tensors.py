@@ -4,6 +4,8 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +34,13 @@ class Checkpoint(Mapping[str, Tensor]):
     Attributes:
         source: where it came from, for messages and reports.
         folder: the folder it was found in, ``None`` for anything else.
+        config: settings of a module in memory; those of a folder lie in it.
         notes: what the user should know about how it was read, one sentence each.
     """
 
     source: str
     folder: Path | None = None
+    config: Mapping[str, Any] = MappingProxyType({})
     notes: tuple[str, ...] = ()
 
     def __contains__(self, name: object) -> bool:
@@ -72,6 +76,7 @@ class View(Checkpoint):
 
     def __init__(self, under: Checkpoint) -> None:
         self.source, self.folder, self.notes = under.source, under.folder, under.notes
+        self.config = under.config
         self._under = under
 
     def __getitem__(self, name: str) -> Tensor:

@@ -58,6 +58,9 @@ def _diffusers(folder: Path, code: bool) -> Loader:
 def _mistral(folder: Path, code: bool) -> Loader:
     file = weight_file(folder)
     sharded = file is not None and file.name.endswith(".index.json")
+    if file is not None and file.suffix == ".pth":
+        use = "Meta's own code reads pickles: load these tensors and `torch.save` them as `consolidated.00.pth`."
+        return Loader(MISTRAL_STEM, False, None, use)
     if not (folder / "params.json").exists():
         return Loader(MISTRAL_STEM, sharded)
     if sharded:  # as vLLM reads it; mistral-inference takes one file

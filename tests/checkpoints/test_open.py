@@ -249,3 +249,48 @@ def test_deeply_nested_json_is_no_crash(name: str, opening: str, tmp_path: Path)
     folder = tiny.folder_of(tmp_path / "model", weights())
     (folder / name).write_text(opening * 100_000)
     assert (outcome(folder) is None) == (name != "config.json")
+
+
+# one level off
+
+
+@pytest.mark.parametrize(
+    ("places", "named"),
+    [
+        (
+            ["checkpoint-500/model.safetensors", "checkpoint-1000/model.safetensors"],
+            ["checkpoint-500", "checkpoint-1000"],
+        ),
+        (["final/pytorch_model.bin", "runs/events.out"], ["final"]),
+        (["adapter/adapter_model.safetensors"], ["adapter"]),
+        (["version_0/checkpoints/last.ckpt"], ["version_0/checkpoints/last.ckpt"]),
+        (["snapshots/abc/model.safetensors", "refs/main"], ["snapshots/abc"]),
+        (["original/consolidated.00.pth", "README.md"], ["original/consolidated.00.pth"]),
+        (["lit_model.pth"], ["lit_model.pth"]),
+        (["best.ckpt", "last.ckpt"], ["best.ckpt", "last.ckpt"]),
+        (["fold0/model_best.pth", "fold1/model_best.pth"], ["fold0/model_best.pth", "fold1/model_best.pth"]),
+        (["run/model-00001-of-00002.safetensors", "run/model-00002-of-00002.safetensors"], ["run"]),
+    ],
+)
+def test_a_folder_one_level_off_names_the_checkpoints_inside(
+    places: list[str], named: list[str], tmp_path: Path
+) -> None:
+    for place in places:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(weights(), tmp_path / place)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path} holds no weights: expected one of")
+    inside = message[message.index("(") :]
+    assert all(name in inside for name in named)
+    assert "events" not in inside
+    assert "main" not in inside
+
+
+def test_of_many_checkpoints_inside_a_few_are_named(tmp_path: Path) -> None:
+    for step in range(20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        torch.save(weights(), tmp_path / f"checkpoint-{step}/pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="and 15 more"):
+        open_checkpoint(tmp_path)
