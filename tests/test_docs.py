@@ -90,6 +90,9 @@ def test_shell_is_shell(block: Block) -> None:
 @pytest.mark.parametrize("arguments", list(_commands()))
 def test_the_command_line_takes_it(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    for block in BLOCKS:
+        if block.kind == "yaml" and "merge_method" in block.code:
+            Path("recipe.yml").write_text(block.code)
     with pytest.raises(SystemExit) as end:
         main([*arguments, "--print_config"])
     assert end.value.code in (0, None)
@@ -97,7 +100,7 @@ def test_the_command_line_takes_it(arguments: list[str], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("block", _some("yaml"))
 def test_configurations_are_taken(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A part of a configuration is laid over the quickstart's, a study stands by itself, a set is described."""
+    """A part of a configuration is laid over the quickstart's, a study stands by itself, a set or a recipe is read."""
     content = yaml.safe_load(block.code)
     monkeypatch.chdir(tmp_path)
     Path("block.yaml").write_text(block.code)
@@ -105,6 +108,11 @@ def test_configurations_are_taken(block: Block, monkeypatch: pytest.MonkeyPatch,
         from safemerge_pl.data.image_sets import find_spec
 
         assert find_spec("block", str(tmp_path)).classes
+        return
+    if "merge_method" in content:
+        from safemerge_pl.commands.recipe import read_recipe
+
+        assert read_recipe("block.yaml") is not None
         return
     verb = ["study"] if "rows" in content else ["fit", "--config", "quickstart.yaml"]
     with pytest.raises(SystemExit) as end:

@@ -14,6 +14,7 @@ from safemerge_pl.checkpoints.fit import Fitted
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
 from safemerge_pl.commands.parsers import HintingParser
+from safemerge_pl.commands.recipe import read_recipes
 from safemerge_pl.folding.bound import MaxResponse
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
@@ -171,7 +172,9 @@ def run() -> None:
     parser = HintingParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
     parser.add_argument("--config", "-c", action="config")
     parser.add_function_arguments(fold_once, skip={"progress"})
-    arguments = sys.argv[2:]
+    arguments, notes = read_recipes(sys.argv[2:])
+    for note in notes:
+        print(f"note: {note}")
     if any(given.startswith("--method.") for given in arguments) and not {"--method", "--config", "-c"} & {
         given.partition("=")[0] for given in arguments
     }:

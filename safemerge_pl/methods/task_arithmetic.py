@@ -1,19 +1,24 @@
 """Task Arithmetic (Ilharco et al. 2023), accumulated task after task (docs/methods.md, Task Arithmetic)."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, require_numbers
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult
 
 __all__ = ["NaiveAccumulation", "TaskArithmetic"]
 
 
 @dataclass
 class TaskArithmetic(MergeMethod):
-    r"""Add every task vector with one factor: :math:`\theta_t = \theta_{t-1} + s\,\tau_t`, all parameters.
+    r"""Add every task vector times a factor: :math:`\theta_t = \theta_{t-1} + s\,\tau_t`, all parameters.
 
     Args:
-        scaling: :math:`s`; the paper uses 0.3 for 8 tasks, 0.1 for 14 and 20.
+        scaling: :math:`s`; the paper uses 0.3 for 8 tasks, 0.1 for 14 and 20. A list gives one factor per task, in
+            their order, and its last one to all that come after.
+
+    Raises:
+        ValueError: if a factor is not finite, or a list is empty.
 
     Example:
         >>> import torch
@@ -28,14 +33,22 @@ class TaskArithmetic(MergeMethod):
     merges_rest: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
 
-    scaling: float = 0.3
+    scaling: float | list[float] = 0.3
 
     def __post_init__(self) -> None:
-        require_numbers(self, finite=("scaling",))
+        if isinstance(self.scaling, tuple):
+            self.scaling = list(self.scaling)  # as a saved merge gives it back
+        if not self._factors or not all(map(math.isfinite, self._factors)):
+            raise ValueError(f"`scaling` must be a finite number or a list of them, got {self.scaling}.")
+
+    @property
+    def _factors(self) -> list[float]:
+        return self.scaling if isinstance(self.scaling, list) else [self.scaling]
 
     def fold_stack(self, stack: Stack) -> StackResult:
         """Add the scaled task vector."""
-        return StackResult((self.scaling * stack.task_vector).add_(stack.merged))
+        factors = self._factors
+        return StackResult((factors[min(stack.index, len(factors)) - 1] * stack.task_vector).add_(stack.merged))
 
     fold_rest = fold_stack
 
@@ -48,4 +61,4 @@ class NaiveAccumulation(TaskArithmetic):
     scope: ClassVar[Scope] = "selected"
     merges_rest: ClassVar[bool] = False
 
-    scaling: float = 1.0
+    scaling: float | list[float] = 1.0
