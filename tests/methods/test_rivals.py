@@ -51,8 +51,8 @@ ZOO_RANKS: dict[str, Any] = {"null_rank": 21, "recovery_rank": 11, "task_rank": 
 # vector, for the worst tensor and step (`error_of`). Measured (x86, torch 2.14): float64 1.9e-14. Float32 merger:
 # 6.4e-5 on tiny models and 5.3e-5 on the zoo, in LayerNorm weights: next to values of 1, a float32 cannot hold changes
 # of 1e-3 any better. KnOTS trims entries of singular vectors; on the zoo rounding moves one of them over the
-# threshold: 2.0e-3. MKL's compatible kernels and torch's default ones give the same (6.3e-5, 5.3e-5, 2.0e-3); the bounds
-# leave a factor of ten.
+# threshold: 2.0e-3. MKL's compatible kernels and torch's default ones give the same (6.3e-5, 5.3e-5, 2.0e-3); the
+# bounds leave a factor of ten.
 FLOAT64_ERROR = 1e-12
 TINY_ERROR = 7e-4
 ZOO_ERROR = {"knots": 2.5e-2}
