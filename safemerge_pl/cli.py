@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from safemerge_pl.runtime.configs import append_repeated, config_folder, resolve_configs
+from safemerge_pl.runtime.configs import append_repeated, packaged_configs, resolve_configs
 from safemerge_pl.runtime.console import tolerate_names
 from safemerge_pl.runtime.names import did_you_mean
 from safemerge_pl.version import __version__
@@ -104,8 +104,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def _help() -> str:
     width = max(map(len, VERBS))
     verbs = [f"  safemerge {name:<{width}} {verb.options}   {verb.does}" for name, verb in VERBS.items()]
-    names = sorted(path.name for path in config_folder().glob("*.yaml"))
-    return _HELP.format(verbs="\n".join(verbs), configs=", ".join(names))
+    return _HELP.format(verbs="\n".join(verbs), configs=", ".join(packaged_configs()))
 
 
 def _is_for_the_user(error: Exception) -> bool:

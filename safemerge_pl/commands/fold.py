@@ -179,7 +179,7 @@ def run() -> None:
         given.partition("=")[0] for given in arguments
     }:
         arguments = ["--method", "SafeMerge", *arguments]  # what is meant where only its settings are given
-    config = parser.instantiate_classes(parser.parse_args(arguments))
+    config = parser.instantiate(parser.parse_args(arguments))
     sys.argv[0] = Path(sys.argv[0]).name.replace("__main__.py", "safemerge")  # for the model card
     options = {key: value for key, value in vars(config).items() if key != "config"}
     before = time.perf_counter()

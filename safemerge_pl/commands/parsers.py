@@ -1,6 +1,7 @@
 """Parsers that say which option was meant where there is none of the name given."""
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
+from safemerge_pl.commands.wording import in_one_sentence
 from safemerge_pl.runtime.classes import subclasses
 
 __all__ = ["HintingParser", "Hints"]
@@ -17,14 +19,19 @@ class Hints:
     """Adds the nearest right name to what a parser says of a wrong one; mixed into a parser of jsonargparse."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say it and exit with 2, as every parser does."""
-        options = [name for name in getattr(self, "_option_string_actions", {}) if name.startswith("--")]
+        """Say it in a line or two and exit with 2, as every parser does; ``SAFEMERGE_TRACEBACK=1`` shows it whole."""
+        if os.environ.get("SAFEMERGE_TRACEBACK") or not getattr(self, "exit_on_error", True):
+            super().error(message, ex)  # type: ignore[misc]
+        parser = getattr(ex, "subcommand_parser", None) or self
+        options = [name for name in getattr(parser, "_option_string_actions", {}) if name.startswith("--")]
         try:
-            hints = list(dict.fromkeys(_hints(message, options)))
+            told, hints = in_one_sentence(message), list(dict.fromkeys(_hints(message, options)))
         except Exception:  # whatever somebody's class does when it is looked at, the message itself must be seen
-            hints = []
-        super().error("\n  ".join([message, *hints]), ex)  # type: ignore[misc]
-        raise AssertionError("a parser's error exits")
+            told, hints = message, []
+        verb = next((word for word in sys.argv[1:2] if not word.startswith("-")), "VERB")
+        hint = hints[0] if hints else f"`safemerge {verb} --help` lists the options."
+        print(f"safemerge: {told}\n  {hint}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 class HintingParser(Hints, ArgumentParser):
@@ -46,7 +53,7 @@ def _hints(message: str, options: list[str]) -> Iterator[str]:
 
 
 def _nearest(name: str, known: list[str]) -> Iterator[str]:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = [found for found in difflib.get_close_matches(name, known, n=1, cutoff=0.65) if found != name]
     yield from (f"Did you mean '{found}' by '{name.removeprefix('--')}'?" for found in close)
 
 

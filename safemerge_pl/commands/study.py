@@ -15,6 +15,6 @@ def run() -> None:
     parser = HintingParser(prog="safemerge study", description="Orders x methods x settings, to tables and figures.")
     parser.add_argument("--config", "-c", action="config")
     parser.add_class_arguments(Study)
-    config = parser.instantiate_classes(parser.parse_args(sys.argv[2:]))
+    config = parser.instantiate(parser.parse_args(sys.argv[2:]))
     config.pop("config", None)
     Study(**{key: value for key, value in vars(config).items() if not key.startswith("_")}).run()

@@ -6,7 +6,7 @@ from pathlib import Path
 from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.names import did_you_mean
 
-__all__ = ["append_repeated", "config_folder", "resolve_configs"]
+__all__ = ["append_repeated", "config_folder", "packaged_configs", "resolve_configs"]
 
 _LISTS = (
     "incoming",
@@ -38,8 +38,18 @@ def config_folder() -> Path:
     return packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
 
 
+def packaged_configs() -> list[str]:
+    """File names of the shipped configurations, sorted.
+
+    Example:
+        >>> "quickstart.yaml" in packaged_configs()
+        True
+    """
+    return sorted(path.name for path in config_folder().glob("*.yaml"))
+
+
 def resolve_configs(argv: Sequence[str]) -> list[str]:
-    """Replace ``--config NAME`` by the shipped file of that name where there is no such file here.
+    """Replace ``--config NAME`` by the shipped file of that name, ``.yaml`` or not, where there is no such file here.
 
     Args:
         argv: arguments of a command line.
@@ -91,12 +101,12 @@ def _find_config(name: str) -> str:
     local = local_path(name)
     if local.exists():
         return str(local)
-    packaged = config_folder() / name
-    if packaged.is_file():
-        return str(packaged)
+    for packaged in (config_folder() / name, config_folder() / f"{name}.yaml"):
+        if packaged.is_file():
+            return str(packaged)
     if any(letter in name for letter in "{:\n"):  # a configuration itself, in place of the name of one
         return name
-    known = sorted(path.name for path in config_folder().glob("*.yaml"))
-    raise ValueError(
-        f"there is no configuration {name} here, and none of this name comes along; {did_you_mean(name, known)}"
-    )
+    known = packaged_configs()
+    meant = did_you_mean(name, known)
+    hint = f"{meant} There are {', '.join(known)}." if meant.startswith("did") else meant
+    raise ValueError(f"there is no configuration {name} here, and none of this name comes along; {hint}")

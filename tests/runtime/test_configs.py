@@ -27,11 +27,18 @@ def test_a_local_config_wins_over_the_packaged_one(tmp_path: Path, monkeypatch: 
     assert resolve_configs(["fit", "--config", "model: {a: 1}"])[2] == "model: {a: 1}"
 
 
-@pytest.mark.parametrize("name", ["quickstrat.yaml", "quickstart", "quickstrat", "~/quickstart.yml"])
+@pytest.mark.parametrize("name", ["quickstrat.yaml", "quickstrat", "~/quickstart.yml"])
 def test_a_configuration_that_is_nowhere_is_refused_with_the_nearest_name(name: str) -> None:
     for arguments in (["--config", name], ["-c", name], [f"--config={name}"]):
         with pytest.raises(ValueError, match=r"there is no configuration .*; did you mean 'quickstart\.yaml'\?"):
             resolve_configs(["fit", *arguments])
+        with pytest.raises(ValueError, match=r"There are clip_.*, quickstart\.yaml, .*, tiny\.yaml\."):
+            resolve_configs(["fit", *arguments])
+
+
+def test_a_configuration_that_comes_along_needs_no_ending() -> None:
+    assert resolve_configs(["fit", "--config", "quickstart"])[2] == str(config_folder() / "quickstart.yaml")
+    assert resolve_configs(["study", "--config=study_methods"])[1].endswith("study_methods.yaml")
 
 
 def test_a_configuration_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
