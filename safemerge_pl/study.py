@@ -21,11 +21,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.backbones.base import Backbone, cache_key
-from safemerge_pl.checkpoints.open import Source
+from safemerge_pl.checkpoints.open import Source, open_checkpoint
 from safemerge_pl.data.experts import find_experts
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.data.stream import TaskStream
 from safemerge_pl.folding.bound import MaxResponse, choose_bound
+from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.functional import SCORES, summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
@@ -190,6 +191,7 @@ class Study:
         self.sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
         blank = pickle.dumps(self) if self.jobs > 1 else b""  # for other processes, before anything is loaded
         self._load()
+        self._require_fit(cells)
         scorers = {name: Scorer(self.backbone, data) for name, data in self.streams.items()}
         for name in self.streams:
             self.references[name] = self._reference_rows(name, scorers[name])
@@ -313,6 +315,16 @@ class Study:
     def _load(self) -> None:
         self.backbone.load()
         self.backbone.to(self.device)
+
+    def _require_fit(self, cells: list[Cell]) -> None:
+        """Refuse a method that does not fit the model, before the first cell is measured."""
+        base = open_checkpoint(self._tower())
+        for cell in cells:
+            if cell.order == self.orders[0]:
+                try:
+                    plan_merge(base, cell.method)
+                except ValueError as error:
+                    raise MisconfigurationException(f"row '{cell.row}': {error}") from error
 
     def _tower(self) -> Any:
         return getattr(self.backbone, self.backbone.merged_attr)

@@ -12,7 +12,7 @@ from small import CONTROLS, RANKS, TASKS, SmallZoo
 from safemerge_pl.backbones import Backbone, CLIPBackbone, OpenCLIPBackbone, T5Backbone
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.data import GLUEData, StreamDataModule, ZooData
-from safemerge_pl.methods import OPCM, SafeMerge, TaskArithmetic
+from safemerge_pl.methods import OPCM, SafeMerge, SafeShare, TaskArithmetic
 from safemerge_pl.reports.study import latex, markdown
 from safemerge_pl.study import Study, StudyFigure, StudyRow
 
@@ -68,6 +68,13 @@ def test_the_bound_is_varied_like_a_setting_of_the_method() -> None:
     ]
     by_stream = StudyRow("b", TaskArithmetic(), at={"long": {"max_response": 0.05}}, max_response=0.02)
     assert [[bound for *_, bound in by_stream.methods(stream)] for stream in ("short", "long")] == [[0.02], [0.05]]
+
+
+def test_a_method_that_does_not_fit_the_model_is_refused_before_the_first_cell(tmp_path: Path) -> None:
+    rows = [StudyRow("sum", TaskArithmetic()), StudyRow("share", SafeShare(), vary={"shared_rank": [32, 129]})]
+    with pytest.raises(MisconfigurationException, match="row 'share': `shared_rank` is 129"):
+        study(tmp_path, rows).run()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cell_equals_the_stream_under_lightning(tmp_path: Path, make_trainer: Any, module: Any) -> None:

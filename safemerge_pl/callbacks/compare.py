@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.folding.bound import MaxResponse, choose_bound, name_with_bound
 from safemerge_pl.folding.processes import Processes
+from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.functional import SCORES
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
@@ -67,6 +68,19 @@ class MethodComparison(L.Callback):
             )
         self.rows: dict[str, dict[str, Any]] = {}
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse a method that does not fit the model, before anything is merged or scored."""
+        merge = MergeCallback.of(trainer)
+        if not self.methods or merge is None or not isinstance(pl_module, ContinualMergeModule):
+            return
+        merge.ready(trainer, pl_module)
+        assert merge.merger is not None
+        for entry in self.methods:
+            try:
+                plan_merge(merge.merger.pretrained, entry.method, merge.layers)
+            except ValueError as error:
+                raise _name(entry, error) from error
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure what is missing, once every task is merged."""
         merge = MergeCallback.of(trainer)
@@ -100,7 +114,7 @@ class MethodComparison(L.Callback):
             for task, source in merge.sources.items():
                 merger.fold(source, task)
         except ValueError as error:
-            raise MisconfigurationException(f"`compare`: {entry.label}: {error}") from error
+            raise _name(entry, error) from error
         with swapped_weights(merge.target(pl_module), merger.merged_parameters()):
             row = score_row(pl_module.scorer)
         bar = trainer.progress_bar_callback
@@ -116,3 +130,8 @@ class MethodComparison(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the rows of an earlier run."""
         self.rows = dict(state_dict["rows"])
+
+
+def _name(entry: ComparedMethod, error: ValueError) -> MisconfigurationException:
+    """An error with the method that it comes from."""
+    return MisconfigurationException(f"`compare`: {entry.label}: {error}")

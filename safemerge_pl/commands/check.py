@@ -2,11 +2,12 @@
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from safemerge_pl.callbacks import MergeCallback
+from safemerge_pl.callbacks import ComparedMethod, MergeCallback, MethodComparison
 from safemerge_pl.checkpoints.fit import fit
 from safemerge_pl.checkpoints.open import open_checkpoint
 from safemerge_pl.commands.fit import build_cli
@@ -30,7 +31,9 @@ def run() -> None:
         raise MisconfigurationException(
             "the configuration has no merge callback: add SAFEMergeCallback under trainer.callbacks."
         )
-    facts, problems = check_stream(cli.model, cli.datamodule, merge, Path(cli.trainer.default_root_dir))
+    callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
+    compared = [entry for each in callbacks if isinstance(each, MethodComparison) for entry in each.methods]
+    facts, problems = check_stream(cli.model, cli.datamodule, merge, Path(cli.trainer.default_root_dir), compared)
     for fact in facts:
         print(fact)
     for problem in problems:
@@ -41,7 +44,11 @@ def run() -> None:
 
 
 def check_stream(
-    module: ContinualMergeModule, data: StreamDataModule, merge: MergeCallback, output: Path
+    module: ContinualMergeModule,
+    data: StreamDataModule,
+    merge: MergeCallback,
+    output: Path,
+    compared: Sequence[ComparedMethod] = (),
 ) -> tuple[list[str], list[str]]:
     """Look at a whole stream without folding or scoring anything.
 
@@ -50,6 +57,7 @@ def check_stream(
         data: the tasks, their order and their sets.
         merge: the callback, with method and experts.
         output: where results will be written.
+        compared: methods that fold the same models for comparison.
 
     Returns:
         Facts (what would be done) and problems (what would stop it), a sentence each.
@@ -74,6 +82,11 @@ def check_stream(
     except ValueError as error:
         return facts, [*problems, f"pretrained model: {error}"]
     facts += [f"pretrained model: {note}" for note in plan.notes]
+    for entry in compared:
+        try:
+            plan_merge(base, entry.method, merge.layers)
+        except ValueError as error:
+            problems.append(f"`compare`: {entry.label}: {error}")
     try:
         experts = find_experts(merge.experts, list(data.stream))
     except MisconfigurationException as error:

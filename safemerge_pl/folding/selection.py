@@ -87,7 +87,7 @@ def plan_merge(checkpoint: Checkpoint, method: MergeMethod, patterns: str | Sequ
         The plan; its notes name matrices that the built-in choice passes over since it does not know them.
 
     Raises:
-        ValueError: if nothing is selected, or a pattern selects nothing.
+        ValueError: if nothing is selected, a pattern selects nothing, or the method's settings do not fit a matrix.
 
     Example:
         >>> import torch
@@ -102,6 +102,7 @@ def plan_merge(checkpoint: Checkpoint, method: MergeMethod, patterns: str | Sequ
     aliases = tied_names(checkpoint)
     mergeable = _find_mergeable(checkpoint, aliases)
     layers = select_layers(mergeable, patterns, method.scope)
+    method.check_layers({layer.name: layer.shape for layer in layers})
     taken = {layer.parameter for layer in layers} | aliases.keys()
     others = _find_others(checkpoint, taken, patterns) if method.merges_rest else []
     unknown = [] if others or patterns else find_unknown(layers, mergeable)  # what was chosen by name needs no note

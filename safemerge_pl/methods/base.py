@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -112,6 +112,16 @@ class MergeMethod(ABC):
 
     label: ClassVar[str]
     """Name in tables and figures."""
+
+    def check_layers(self, shapes: Mapping[str, tuple[int, ...]]) -> None:  # noqa: B027  # most settings fit all shapes
+        """Refuse matrices that the settings do not fit, before anything is read or folded.
+
+        Args:
+            shapes: ``(d_out, d_in)`` of every matrix that :meth:`fold_stack` will get, by canonical name.
+
+        Raises:
+            ValueError: naming the setting, the matrix and the remedy.
+        """
 
     def prepare(self, index: int, vectors: Vectors) -> None:  # noqa: B027  # most methods have nothing to prepare
         """Look at the whole model before any tensor is folded; for methods with global thresholds or norms.

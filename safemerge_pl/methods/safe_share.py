@@ -1,5 +1,6 @@
 """SAFE-Share: risk-aware masking, and a running mean in the directions that the stream shares. Closed form; ours."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,7 +38,7 @@ class SafeShare(MergeMethod):
         use_mask: ``False`` merges every entry (ablation).
 
     Raises:
-        ValueError: if a value is out of range; in :meth:`fold_stack`, if a rank is above the width of a matrix.
+        ValueError: if a value is out of range; in :meth:`check_layers`, if a rank is above the width of a matrix.
 
     Example:
         >>> zero = torch.zeros(1, 2, 2)
@@ -66,12 +67,14 @@ class SafeShare(MergeMethod):
                     f"`{name}` must be a whole number of at least {least} or a share of the width below 1, got {value}."
                 )
 
+    def check_layers(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse ranks above the width of a matrix."""
+        for layer, (_, width) in shapes.items():
+            self._ranks(layer, width)
+
     def fold_stack(self, stack: Stack) -> StackResult:
         """Mask and share one stack; layers that the task leaves alone stay as they are and do not count."""
-        width = stack.pretrained.shape[2]
-        scoring, shared = (
-            _rank(name, getattr(self, name), width, stack.layers[0]) for name in ("scoring_rank", "shared_rank")
-        )
+        scoring, shared = self._ranks(stack.layers[0], stack.pretrained.shape[2])
         tau, accumulated = stack.task_vector, stack.merged_vector
         mask = self._mask(stack, scoring)
         update = torch.where(mask, tau, 0.0)
@@ -83,6 +86,12 @@ class SafeShare(MergeMethod):
             raise ArithmeticError("the risk scores are not finite; the task vector is too large")
         changed = tau.flatten(1).any(1)[:, None, None]
         return StackResult(torch.where(changed & (update != 0), stack.merged + update, stack.merged), kept)
+
+    def _ranks(self, layer: str, width: int) -> tuple[int, int]:
+        """The scoring and the shared rank for a matrix of ``width`` input directions."""
+        return _rank("scoring_rank", self.scoring_rank, width, layer), _rank(
+            "shared_rank", self.shared_rank, width, layer
+        )
 
     def _mask(self, stack: Stack, rank: int) -> Tensor:
         """Mask the entries that are merged, ``(L, d_out, d_in)``."""

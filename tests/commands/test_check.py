@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 from command_line import safemerge
 
-from safemerge_pl.callbacks import MergeCallback
+from safemerge_pl.callbacks import ComparedMethod, MergeCallback
 from safemerge_pl.commands.check import check_stream
 from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import SafeShare, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.saving import output_size
 from safemerge_pl.zoo import FILES
@@ -48,6 +49,16 @@ def test_an_output_that_would_lack_a_file_is_a_problem(
     assert len(problems) == 1
     assert "merged model: " in problems[0]
     assert "vocab.txt is a link to a file that is gone" in problems[0]
+
+
+def test_ranks_above_the_width_are_a_problem(base: Path, small_data: Callable[..., Any], tmp_path: Path) -> None:
+    """The defaults are for ViT-B/32; the zoo is narrower."""
+    compared = [ComparedMethod(TaskArithmetic()), ComparedMethod(SafeShare(scoring_rank=21), label="share")]
+    _, problems = check_stream(module_of(base), small_data(), MergeCallback(), tmp_path / "out", compared)
+    wide = "`shared_rank` is 192, but vision.0.up has only 128 input directions"
+    assert problems == [f"`compare`: share: {wide}; give a share of the width, such as 0.25, or a smaller number."]
+    _, problems = check_stream(module_of(base), small_data(), MergeCallback(SafeShare()), tmp_path / "out")
+    assert problems == [f"pretrained model: {wide}; give a share of the width, such as 0.25, or a smaller number."]
 
 
 def test_check_lists_every_problem_at_once(tmp_path: Path) -> None:

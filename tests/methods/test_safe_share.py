@@ -1,14 +1,17 @@
 """SAFE-Share against its literal definition, by hand, and what it must be in the limit of its settings."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from reference import FLOAT32_EPS, FLOAT64_EPS, ShareSettings, safe_share
-from tiny import randn
+from tiny import folder_of, randn, tower, tuned
 from torch import Tensor
 
+from safemerge_pl.checkpoints import CheckpointError
+from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import SafeShare, Stack
 
 SHAPES = [(8, 8), (16, 8), (6, 12)]
@@ -156,3 +159,23 @@ def test_a_rank_above_the_width_is_refused_with_the_remedy(name: str) -> None:
     theta0, incoming = stream((8, 8))
     with pytest.raises(ValueError, match=f"`{name}` is 9, but vision.0.q has only 8 input directions; give a share"):
         fold(SafeShare(**{"scoring_rank": 2, "shared_rank": 2, name: 9}), theta0, incoming)
+
+
+def test_a_rank_is_compared_with_every_width_before_anything_is_read() -> None:
+    wide, narrow = "layers.0.self_attn.q_proj.weight", "layers.1.self_attn.q_proj.weight"
+    theta0 = {wide: torch.eye(8), narrow: torch.full((4, 4), math.nan)}
+    with pytest.raises(ValueError, match=r"`shared_rank` is 5, but .*1\.q has only 4 input directions"):
+        ContinualMerger(theta0, SafeShare(scoring_rank=2, shared_rank=5))
+
+
+def test_a_merge_is_not_continued_with_another_setting(tmp_path: Path) -> None:
+    base = folder_of(tmp_path / "base", tower(), config={"model_type": "clip_vision_model"})
+    merger = ContinualMerger(base, SafeShare(scoring_rank=2, shared_rank=3))
+    merger.fold(tuned(tower(), 1), "a")
+    merger.save(tmp_path / "out")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    with pytest.raises(CheckpointError, match=r"other settings \(shared_rank: 3 then, 2 now\); use the same ones"):
+        ContinualMerger.load(tmp_path / "out", base, method=SafeShare(scoring_rank=2, shared_rank=2))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+    again = ContinualMerger.load(tmp_path / "out", base)
+    assert (again.method, again.tasks, again.max_response) == (merger.method, ["a"], 0.035)
