@@ -251,7 +251,7 @@ def test_the_file_says_its_format(tmp_path: Path) -> None:
 
 
 def test_small_updates_survive_in_the_masters(tmp_path: Path) -> None:
-    """DESIGN 4.6: a bfloat16 output rounds them away, the float32 masters do not."""
+    """A bfloat16 output rounds them away, the float32 masters do not."""
     base = tower(dtype=torch.bfloat16)
     merger = ContinualMerger(base, Add())
     merger.fold({name: t.float() + 1e-6 if t.is_floating_point() else t for name, t in base.items()}, "tiny step")
