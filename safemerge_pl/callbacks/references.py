@@ -5,9 +5,11 @@ from typing import Any
 import lightning as L
 
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.scoring.rows import measure_references
+from safemerge_pl.scoring.rows import Row, measure_references
+from safemerge_pl.scoring.tags import tag_scores
 
 __all__ = ["ReferenceRows"]
 
@@ -17,7 +19,7 @@ class ReferenceRows(L.Callback):
 
     *Pre-trained* is the zero-shot model on all tasks and control sets. *Individual* is each expert on its own task, and
     the mean over the experts of their control accuracies. The rows are saved in checkpoints, so a resumed
-    run does not measure them again.
+    run does not measure them again. Loggers get the pretrained model's scores as step 0 of the stream.
 
     Args:
         enabled: measure the rows at all.
@@ -49,6 +51,7 @@ class ReferenceRows(L.Callback):
             within=self.assert_scores,
             on_row=lambda what, row: _say(trainer, what, row),
         )
+        _log_start(trainer, self.rows["pretrained"], scorer.data)
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, as plain values."""
@@ -57,6 +60,13 @@ class ReferenceRows(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the rows of an earlier run."""
         self.rows = dict(state_dict["rows"])
+
+
+def _log_start(trainer: L.Trainer, row: Row, data: StreamDataModule) -> None:
+    """Log the pretrained model as step 0; after a resume too, for the logger may have begun anew."""
+    scores = {**row["accuracies"], **{key: row[key] for key in SCORES if key in row}}
+    for logger in trainer.loggers:
+        logger.log_metrics(tag_scores(scores, list(data.stream), data.controls), step=0)
 
 
 def _say(trainer: L.Trainer, what: str, row: dict[str, Any]) -> None:

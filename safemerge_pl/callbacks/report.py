@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
+from safemerge_pl.callbacks.board import finish_board, log_layout, log_matrix
 from safemerge_pl.callbacks.compare import MethodComparison
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.references import ReferenceRows
@@ -29,8 +29,9 @@ __all__ = ["StreamReport", "run_folder"]
 class StreamReport(L.Callback):
     """Keep ``report.json`` up to date, and at the end write ``report.md``, ``matrix.png`` and ``stream.png``.
 
-    TensorBoard gets the accuracy matrix as a heat map after every merge and the settings with the final scores under
-    HPARAMS. The steps are saved in checkpoints, so a resumed run reports the whole stream.
+    TensorBoard gets the accuracy matrix as a heat map after every merge, charts of all scores and of all tasks under
+    CUSTOM SCALARS, and at the end the report as text and the scores by settings under HPARAMS. The steps are saved in
+    checkpoints, so a resumed run reports the whole stream.
 
     Args:
         enabled: report at all.
@@ -43,11 +44,12 @@ class StreamReport(L.Callback):
         self.enabled, self.folder, self.figures = enabled, folder, figures
         self.steps: list[dict[str, Any]] = []
         self._start = self._scoring = time.perf_counter()
+        self._laid_out = False
         self._earlier = 0.0  # seconds of the runs that this one resumes
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Start the clock."""
-        self._start = time.perf_counter()
+        self._start, self._laid_out = time.perf_counter(), False
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock of one evaluation."""
@@ -94,7 +96,11 @@ class StreamReport(L.Callback):
         if trainer.is_global_zero:
             content = self.content(trainer)
             write_json(folder / "report.json", content)
-            self._draw(trainer, content)
+            if not self._laid_out:
+                log_layout(trainer, controls=bool(content["controls"]), recovery=bool(fold.losses))
+            self._laid_out = True
+            if self.figures:
+                log_matrix(trainer, content)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finish the report."""
@@ -104,7 +110,9 @@ class StreamReport(L.Callback):
         folder = self._finish(trainer, content)
         if not trainer.is_global_zero:
             return
-        self._log_hparams(trainer, content)
+        merge = MergeCallback.of(trainer)
+        assert merge is not None
+        finish_board(trainer, merge.method, content)
         bar = trainer.progress_bar_callback
         if bar is not None:
             from rich.console import Console
@@ -168,21 +176,6 @@ class StreamReport(L.Callback):
     def _writes(self, trainer: L.Trainer) -> bool:
         """A smoke run leaves nothing."""
         return self.enabled and not trainer.fast_dev_run  # type: ignore[attr-defined]
-
-    def _draw(self, trainer: L.Trainer, content: reports.Report) -> None:
-        for logger in trainer.loggers:
-            if self.figures and isinstance(logger, TensorBoardLogger):
-                figure = reports.matrix_figure(content)
-                logger.experiment.add_figure("stream/matrix", figure, global_step=len(self.steps), close=False)
-
-    def _log_hparams(self, trainer: L.Trainer, content: reports.Report) -> None:
-        settings = {"method": content["method"]["name"], **content["method"]["settings"]}
-        settings |= {"tasks": len(content["tasks"]), "order_seed": str(content["order_seed"])}
-        scores = {f"hp/{key}": self.steps[-1][key] for key in SCORES if key in self.steps[-1]}
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_hyperparams(settings, scores)
-                logger.save()
 
 
 def _command() -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = ["console_table", "markdown", "matrix_figure", "stream_figure"]
+__all__ = ["console_table", "markdown", "matrix_figure", "matrix_rows", "stream_figure"]
 
 Report = dict[str, Any]
 _BLUE, _RED, _GREEN, _GREY = "#2563eb", "#dc2626", "#059669", "#6b7280"
@@ -75,16 +75,21 @@ def markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
+def matrix_rows(report: Report) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, dict[str, Any]]]]:
+    """Rows of the accuracy matrix with their labels: the pretrained model and each merge; and other methods' ends."""
+    rows = [("pretrained", report["references"]["pretrained"])] if "pretrained" in report["references"] else []
+    rows += [(f"{step['step']}  + {step['task']}", step) for step in report["steps"]]
+    return rows, list(report.get("compared", {}).items())
+
+
 def matrix_figure(report: Report) -> "Figure":
     """Heat map: accuracy of every set after every merge, the pretrained model as row 0."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     names = [*report["tasks"], *report["controls"]]
-    rows = [("pretrained", report["references"]["pretrained"])] if "pretrained" in report["references"] else []
-    rows += [(f"{step['step']}  + {step['task']}", step) for step in report["steps"]]
-    own = len(rows)
-    rows += report.get("compared", {}).items()
+    own, others = matrix_rows(report)
+    rows = [*own, *others]
     values = [[100 * row["accuracies"].get(name, float("nan")) for name in names] for _, row in rows]
     figure = Figure(figsize=(2.6 + 0.72 * len(names), 1.9 + 0.42 * max(len(rows), 1)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -94,8 +99,8 @@ def matrix_figure(report: Report) -> "Figure":
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     if report["controls"]:
         axes.axvline(len(report["tasks"]) - 0.5, color="white", linewidth=3)
-    if own < len(rows):
-        axes.axhline(own - 0.5, color="white", linewidth=3)
+    if others:
+        axes.axhline(len(own) - 0.5, color="white", linewidth=3)
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             if value == value:

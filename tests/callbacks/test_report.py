@@ -30,11 +30,11 @@ def test_tensorboard_shows_the_stream(
     merge = merge_callback()
     make_trainer(merge, ReferenceRows(individual=False), StreamReport(), logger=logger).fit(module, small_data())
     found = scalars(Path(logger.log_dir))
-    assert [step for step, _ in found["stream/ACC"]] == [1, 2, 3]
+    assert [step for step, _ in found["stream/ACC"]] == [0, 1, 2, 3]  # 0 is the pretrained model
     assert [step for step, _ in found["stream/BWT"]] == [2, 3]  # undefined for one task
-    assert [step for step, _ in found["stream/H"]] == [step for step, _ in found["stream/Gen"]] == [1, 2, 3]
-    assert [step for step, _ in found["task/mnist/acc"]] == [3]
-    assert len(found["control/clipart_category/acc"]) == 3
+    assert [step for step, _ in found["stream/H"]] == [step for step, _ in found["stream/Gen"]] == [0, 1, 2, 3]
+    assert [step for step, _ in found["task/mnist/acc"]] == [0, 3]
+    assert len(found["control/clipart_category/acc"]) == 4
     assert [round(value, 3) for _, value in found["merge/kept_fraction"]] == [0.5] * 3
     assert len(found["recovery/02_weather"]) == RANKS["num_steps"] + 1
     assert found["hp/H"][0][1] == pytest.approx(module.last_scores["H"])
