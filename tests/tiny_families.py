@@ -171,12 +171,34 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], set[str], set[str]]] = {
         PLAIN | CROSS,
         {"linear2"},
     ),
+    "torchvision ViT": (lambda: _torchvision("VisionTransformer", 16, 8, 2, 4, 16, 24), PLAIN, {"mlp.3"}),
+    "torchvision Swin": (
+        lambda: _torchvision("SwinTransformer", [2, 2], 8, [1, 2], [2, 2], [2, 2], mlp_ratio=2.0),
+        PLAIN,
+        {"mlp.3"},
+    ),
+    "torchvision Swin 2": (
+        lambda: _torchvision("SwinTransformer", [2, 2], 8, [1, 2], [2, 2], [2, 2], mlp_ratio=2.0, second=True),
+        PLAIN,
+        {"mlp.3"},
+    ),
     "timm EVA": (
         lambda: _timm("eva02_base_patch14_224", img_size=28, embed_dim=16, depth=2, num_heads=4),
         GATED,
         {"mlp.fc2"},
     ),
 }
+
+
+def _torchvision(name: str, *sizes: Any, second: bool = False, **settings: Any) -> nn.Module:
+    from torchvision import models
+    from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2
+
+    if second:
+        settings |= {"block": SwinTransformerBlockV2, "downsample_layer": PatchMergingV2}
+    with tiny.seeded():
+        model: nn.Module = getattr(models, name)(*sizes, **settings, num_classes=2)
+        return model.eval()
 
 
 def _timm(name: str, **sizes: Any) -> nn.Module:

@@ -17,6 +17,9 @@ _WIDENING = ("attn.c_attn.weight", "mlp.c_fc.weight")
 _NARROWING = "mlp.c_proj.weight"
 """Matrices of GPT-2's names that have more, or fewer, outputs than inputs in every model."""
 
+_GATE = "output_gate"
+"""What MiniMax's lightning attention has, which fuses q, k and v head by head under Phi-3's name of three blocks."""
+
 _WHOLE = "name the matrices to merge with `layers`, where it is taken whole"
 
 
@@ -112,10 +115,16 @@ def cut(rule: Rule, parameter: str, beside: Shapes) -> list[int]:
         [64, 16, 16]
     """
     rows, columns = beside[parameter][::-1] if rule.transposed else beside[parameter]
-    count = len(rule.names)
+    count, width = len(rule.names), _out_width(parameter, beside)
+    if _sibling(parameter, _GATE) in beside:
+        raise ValueError(
+            f"`{parameter}` holds q, k and v head by head, as the `{_GATE}` beside it tells (lightning attention); "
+            f"{_WHOLE}."
+        )
+    if rule.values:
+        return _values_last(rows, width, parameter, beside)
     if not rule.heads:
         return _equal(rows, count, parameter, beside)
-    width = _out_width(parameter, beside)
     if width is None and not rule.square and rows != count * columns:
         raise ValueError(
             f"`{parameter}` of shape {(rows, columns)} cannot be split into {count} equal parts, each as high as the "
@@ -131,6 +140,16 @@ def cut(rule: Rule, parameter: str, beside: Shapes) -> list[int]:
     return [queries, keys, keys]
 
 
+def _values_last(rows: int, width: int | None, parameter: str, beside: Shapes) -> list[int]:
+    keys, odd = divmod(rows - (width or 0), 2)
+    if width is None or odd or keys < 1:
+        raise ValueError(
+            f"`{parameter}` of shape {tuple(beside[parameter])} cannot be cut: no output projection beside it tells "
+            f"how many rows are values; {_WHOLE}."
+        )
+    return [keys, keys, width]
+
+
 def _equal(rows: int, count: int, parameter: str, beside: Shapes) -> list[int]:
     height, over = divmod(rows, count)
     if over or height < 1:
@@ -142,6 +161,10 @@ def _equal(rows: int, count: int, parameter: str, beside: Shapes) -> list[int]:
 
 def _out_width(parameter: str, beside: Shapes) -> int | None:
     """How many inputs the output projection of the same attention has: as many as there are rows of queries."""
-    module = parameter.removesuffix(".weight").rpartition(".")[0]
-    found = (beside.get(f"{module}.{name}.weight", ()) for name in OUT_PROJECTIONS)
+    found = (beside.get(_sibling(parameter, name), ()) for name in OUT_PROJECTIONS)
     return next((shape[1] for shape in found if len(shape) == 2), None)
+
+
+def _sibling(parameter: str, name: str) -> str:
+    """The weight of another part of the same attention."""
+    return f"{parameter.removesuffix('.weight').rpartition('.')[0]}.{name}.weight"

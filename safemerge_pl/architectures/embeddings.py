@@ -12,7 +12,7 @@ _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.weight$")
 """Maps the last features to a score for each word: a linear layer, with a row per word."""
 
 _POSITIONS = re.compile(
-    r"(?:^|\.)(?:(?:position(?:al)?_embeddings?|embed_positions|pos_embed|wpe|rel_embeddings)(?:\.weight)?"
+    r"(?:^|\.)(?:(?:position(?:al)?_embeddings?|embed_positions|pos_embed(?:ding)?|wpe|rel_embeddings)(?:\.weight)?"
     r"|relative_attention_bias\.weight|relative_position_bias_table)$"
 )
 

@@ -18,6 +18,7 @@ __all__ = [
     "WRAPPERS",
     "Rule",
     "block_of",
+    "has_fused_experts",
     "in_text",
     "in_vision",
     "is_known",
@@ -29,9 +30,14 @@ __all__ = [
 OUT_PROJECTIONS = ("out_proj", "o_proj", "out_lin", "proj", "projection", "dense", "output.dense", "Wo", "wo")
 """What an attention calls the matrix behind its heads."""
 
-_BLOCK = r"(?:layers|layer|blocks|resblocks|block|h)\.(?P<i>\d+(?:\.blocks\.\d+)?)\."  # Swin has blocks in layers
+_BLOCK = (  # Swin has blocks in layers; torchvision calls its blocks encoder_layer_3, and those of Swin features.1.0
+    r"(?:(?:layers|layer|blocks|resblocks|block|h|features)\.|encoder_layer_)"
+    r"(?P<i>(?<=features\.)\d+\.\d+(?=\.(?:attn|mlp|norm))|(?<!features\.)\d+(?:\.blocks\.\d+)?)\."
+)
+_TORCHVISION = r"(?:encoder_layer_|features\.)(?P<i>(?<=features\.)\d+\.\d+|(?<=layer_)\d+)\."
 _ATTENTION = r"(?:self_attn|self_attention|attn|attention)\.(?:(?:self|attention)\.)?"
 _CROSS = r"(?:encoder_attn|cross_attn|crossattention|multihead_attn)\.(?:self\.)?"
+_LINEAR = r"linear_attn\."  # attention without a softmax over positions: three layers of four in Qwen3.5 and its kin
 _FEED = r"(?:mlp|ffn|feed_forward)\."
 _MIXTURE_OF = r"(?:mlp|block_sparse_moe|feed_forward)\."
 _MIXTURE = _MIXTURE_OF + r"experts\.(?P<e>\d+)\."
@@ -51,6 +57,7 @@ class Rule:
         wide: a matrix of the feed-forward's output side, merged on demand only.
         heads: queries first, then keys and values of as many heads or fewer (grouped-query attention).
         square: of these, one with as many rows of queries as it has columns.
+        values: queries and keys of equal height, then values of as many rows as the output projection has columns.
         paired: queries or keys whose rotary pairs lie side by side, not in halves of a head as transformers has them.
     """
 
@@ -60,6 +67,7 @@ class Rule:
     wide: bool = False
     heads: bool = False
     square: bool = False
+    values: bool = False
     paired: bool = False
 
 
@@ -97,10 +105,16 @@ _RULES = (
     _rule(_BLOCK + _CROSS + r"in_proj_weight", *_fused("cross.q", "cross.k", "cross.v")),
     _rule(_BLOCK + _ATTENTION + r"(?:qkv|Wqkv)\.weight", *_fused("q", "k", "v"), heads=True),
     _rule(r"layers\.(?P<i>\d+)\.self_attn\.qkv_proj\.weight", *_fused("q", "k", "v"), heads=True, square=True),
+    # linear attention; what Qwen3-Next fuses head by head (in_proj_qkvz) is not cut
+    _rule(_BLOCK + _LINEAR + r"(?P<k>[qkv])_proj\.weight", "{tower}.{i}.linear.{k}"),
+    _rule(_BLOCK + _LINEAR + r"(?:out|o)_proj\.weight", "{tower}.{i}.linear.out"),
+    _rule(_BLOCK + _LINEAR + r"(?:in_proj_z|g_proj)\.weight", "{tower}.{i}.linear.gate"),
+    _rule(_BLOCK + _LINEAR + r"in_proj_qkv\.weight", *_fused("linear.q", "linear.k", "linear.v"), values=True),
     # input side of the feed-forward
     _rule(_BLOCK + r"(?:" + _FEED + r")?(?:fc1|linear1|linear_fc1)\.weight", "{tower}.{i}.up"),
     _rule(_BLOCK + _FEED + r"(?:c_fc|fc_in|lin1|intermediate_dense|dense_h_to_4h|fc1_x)\.weight", "{tower}.{i}.up"),
     _rule(_BLOCK + r"intermediate\.dense\.weight", "{tower}.{i}.up"),
+    _rule(_TORCHVISION + r"mlp\.(?:0|linear_1)\.weight", "{tower}.{i}.up"),
     _rule(_BLOCK + _FEED + r"(?P<k>gate|up)_proj\.weight", "{tower}.{i}.{k}"),
     _rule(_BLOCK + _FEED + r"fc1_g\.weight", "{tower}.{i}.gate"),
     _rule(_BLOCK + r"feed_forward\.w1\.weight", "{tower}.{i}.gate"),
@@ -174,11 +188,13 @@ _FUSION = re.compile(r"(?:(?<!linear_attn\.in_proj_)qkv(?:_proj)?|query_key_valu
 
 _LEFT = re.compile(
     r"(?:fc2|linear2|linear_fc2|lin2|fc_out|down_proj|c_proj|w2|mlp\.w3|wo|Wo|weights_out|output\.dense|output_dense"
-    r"|dense_4h_to_h|downsample\.reduction)\.weight$"
+    r"|dense_4h_to_h|downsample\.reduction|linear_2|(?:encoder_layer_\d+|features\.\d+\.\d+)\.mlp\.3)\.weight$"
 )
 """Matrices left pretrained on purpose: the output side of the feed-forward, and those between two stages."""
 
-_NO_MATRIX = re.compile(r"norm|bias|conv|router|(?:^|[._])gate\.weight$")
+_FUSED_EXPERTS = re.compile(r"(?:^|\.)experts\.(?:gate_up_proj|down_proj|up_proj|gate_proj)$")
+
+_NO_MATRIX = re.compile(r"norm|bias|conv|cpb_mlp|router|(?:^|[._])gate\.weight$")
 """2-D tensors of a block that choose or normalise; those that are looked up are embeddings."""
 
 
@@ -226,6 +242,16 @@ def unknown_fusion(parameter: str) -> bool:
         True
     """
     return bool(block_of(parameter) and _FUSION.search(parameter))
+
+
+def has_fused_experts(parameter: str) -> bool:
+    """Whether a tensor holds matrices of all experts of a block, as transformers 5 has them in memory.
+
+    Example:
+        >>> [has_fused_experts(f"layers.0.mlp.experts.{name}") for name in ("gate_up_proj", "0.up_proj.weight")]
+        [True, False]
+    """
+    return bool(_FUSED_EXPERTS.search(parameter))
 
 
 def in_vision(parameter: str) -> bool:

@@ -18,6 +18,8 @@ _RENAMED = [
         (r"^(?:model\.language_model|language_model\.model|language_model)\.", "model."),
         (r"^model\.(?=\w*(?:vision|visual|image|audio|projector|connector|qformer))", ""),
         (r"(?:^|(?<=\.))vision_tower\.vision_model\.", "vision_tower."),
+        # DINOv3
+        (r"(?:^|(?<=\.))model\.(?=layer\.\d)", ""),
         # BEiT's table of relative positions, shared or of a block
         (r"encoder\.relative_position_bias\.", "shared_position_bias."),
         (r"attention\.attention\.relative_position_bias\.", "relative_position_bias."),

@@ -6,7 +6,8 @@ from safemerge_pl.architectures.embeddings import is_tied_candidate
 from safemerge_pl.architectures.layers import counterparts, vision_only
 from safemerge_pl.architectures.memory_names import Spelling, common_name
 from safemerge_pl.checkpoints.adapter import Adapter
-from safemerge_pl.checkpoints.names import CommonNames, match_names, names_alike
+from safemerge_pl.checkpoints.common_names import CommonNames
+from safemerge_pl.checkpoints.names import match_names, names_alike
 from safemerge_pl.checkpoints.tensors import Checkpoint
 from safemerge_pl.errors import CheckpointError
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from safemerge_pl.architectures.layers import counterparts
 from safemerge_pl.checkpoints.adapted import BoundAdapter, bind
 from safemerge_pl.checkpoints.adapter import Adapter
+from safemerge_pl.checkpoints.common_names import respell
 from safemerge_pl.checkpoints.differences import Cut, Mismatch, differences, is_resized, settings, tokenizers
 from safemerge_pl.checkpoints.layouts import convert_layout, turn_alike
 from safemerge_pl.checkpoints.names import names_alike
@@ -204,8 +205,13 @@ def _match(
     try:
         names = match_names(parameters, incoming, pretrained)
         return turn_alike(pretrained, incoming, names), names
-    except CheckpointError:
+    except CheckpointError as error:
+        other, reason = None, error
+    try:
         other = convert_layout(pretrained, parameters, incoming)
-        if other is None:
-            raise
-        return other, {name: name for name in parameters}
+    except CheckpointError as error:
+        reason = error
+    other = other or respell(pretrained, parameters, incoming)
+    if other is None:
+        raise reason
+    return other, {name: name for name in parameters}

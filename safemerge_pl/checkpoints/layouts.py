@@ -53,12 +53,12 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
         return None
     known = {name for name in parts if parts[name] and all(part.name in theirs for part in parts[name])}
     unknown = [name for name in wanted if name not in known]
-    if unknown and same:
-        return None
     if unknown:
         raise CheckpointError(
             f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "
-            f"of {len(wanted)} tensors, first `{unknown[0]}`; convert it to the pretrained model's layout."
+            f"of {len(wanted)} tensors, first `{unknown[0]}`{_renamed(blocks, parts, theirs)}; convert it to the "
+            "pretrained model's layout, or give both as folders or both in memory, where transformers has other names "
+            "than in its files."
         )
     pieces = {name: [(part, theirs[part.name]) for part in parts[name]] for name in parts if name in known}
     sizes = {
@@ -69,6 +69,13 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
     needed = set(wanted)  # of the others none whose rows would stand in the wrong order
     whole = {name: both for name, both in pieces.items() if name in needed or not any(_reorders(*two) for two in both)}
     return _Converted(incoming, whole, sizes)
+
+
+def _renamed(blocks: Sequence[str], parts: Mapping[str, list[MergeLayer]], theirs: Mapping[str, MergeLayer]) -> str:
+    """Say what a tensor of each tower is called there, if that is another name."""
+    pairs = {tower(name): (name, theirs[parts[name][0].name].parameter) for name in reversed(blocks)}
+    found = [f"`{mine}` is `{its}` there" for mine, its in pairs.values() if mine != its]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _reorders(ours: MergeLayer, theirs: MergeLayer) -> bool:

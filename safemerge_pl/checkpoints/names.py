@@ -1,71 +1,15 @@
 """Find tensors under the names that wrappers, libraries and training scripts give them."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-
-import torch
-from torch import Tensor
+from collections.abc import Iterable, Mapping, Sequence
 
 from safemerge_pl.architectures.embeddings import is_vocabulary, shared_names
-from safemerge_pl.architectures.families import WRAPPERS
+from safemerge_pl.architectures.families import WRAPPERS, has_fused_experts
 from safemerge_pl.architectures.layers import counterparts
-from safemerge_pl.architectures.memory_names import Spelling, spellings
 from safemerge_pl.checkpoints.tensors import Checkpoint
 from safemerge_pl.errors import CheckpointError
 
-__all__ = ["CommonNames", "match_names", "names_alike"]
-
-
-class CommonNames(Checkpoint):
-    """A model under the names that its file and its modules in memory have in common; fused tensors cut.
-
-    Args:
-        tensors: the model, with either's names.
-
-    Attributes:
-        places: common name -> where it is kept; without those that two tensors would share.
-
-    Example:
-        >>> import torch
-        >>> from safemerge_pl.checkpoints.tensors import Memory
-        >>> model = Memory({"layer.0.mlp.weights_in.bias": torch.tensor([1.0, 2.0])}, "a mapping")
-        >>> dict(CommonNames(model))
-        {'layer.0.mlp.gate_proj.bias': tensor([1.]), 'layer.0.mlp.up_proj.bias': tensor([2.])}
-    """
-
-    def __init__(self, tensors: Checkpoint) -> None:
-        self.source, self.folder, self.notes = tensors.source, tensors.folder, tensors.notes
-        self._tensors = tensors
-        found = [
-            replace(place, parameter=name)
-            for name in tensors
-            for place in spellings(_unwrap(name), tensors.shape(name))
-        ]
-        counts = Counter(place.name for place in found)
-        self.places: dict[str, Spelling] = {place.name: place for place in found if counts[place.name] == 1}
-
-    def __getitem__(self, name: str) -> Tensor:
-        place = self.places[name]
-        tensor = self._tensors[place.parameter]
-        return tensor if place.rows is None else tensor[slice(*place.rows)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`Checkpoint`."""
-        place = self.places[name]
-        shape = self._tensors.shape(place.parameter)
-        return shape if place.rows is None else (place.rows[1] - place.rows[0], *shape[1:])
-
-    def dtype(self, name: str) -> torch.dtype:
-        """See :class:`Checkpoint`."""
-        return self._tensors.dtype(self.places[name].parameter)
+__all__ = ["match_names", "names_alike", "unwrap"]
 
 
 def match_names(wanted: Sequence[str], checkpoint: Checkpoint, beside: Iterable[str] | None = None) -> dict[str, str]:
@@ -94,13 +38,13 @@ def match_names(wanted: Sequence[str], checkpoint: Checkpoint, beside: Iterable[
     """
     available: dict[str, str] = {}
     for name in counterparts(checkpoint, wanted, beside):
-        bare = _unwrap(name)
+        bare = unwrap(name)
         if bare in available:
             raise CheckpointError(f"{checkpoint.source}: `{available[bare]}` and `{name}` are the same tensor's name.")
         available[bare] = name
     for alias, full in [(alias, full) for bare, full in available.items() for alias in shared_names(bare)]:
         available.setdefault(alias, full)
-    targets = {name: _unwrap(name) for name in wanted}
+    targets = {name: unwrap(name) for name in wanted}
     best: dict[str, str] = {}
     for mine, theirs in _prefix_pairs(list(targets.values()), available):
         matched = {
@@ -120,9 +64,20 @@ def match_names(wanted: Sequence[str], checkpoint: Checkpoint, beside: Iterable[
         found = f"; it has, for example, `{next(iter(checkpoint))}`" if not best and len(checkpoint) else ""
         raise CheckpointError(
             f"{checkpoint.source} lacks {len(missing)} of {len(wanted)} tensors to merge, first `{missing[0]}`{found}: "
-            "is it a fine-tune of this pretrained model?"
+            f"{_hint(wanted, checkpoint)}"
         )
     return best
+
+
+def _hint(wanted: Iterable[str], checkpoint: Iterable[str]) -> str:
+    """What may be the matter where tensors are missing."""
+    fused = [next((name for name in names if has_fused_experts(name)), None) for names in (wanted, checkpoint)]
+    if (fused[0] is None) == (fused[1] is None):
+        return "is it a fine-tune of this pretrained model?"
+    return (
+        f"experts are fused in one of the models (`{fused[0] or fused[1]}`), as transformers has them in memory and "
+        "not in files; give both as folders, or both in memory"
+    )
 
 
 def names_alike(matched: Mapping[str, str], others: Iterable[str], checkpoint: Checkpoint) -> dict[str, str]:
@@ -140,23 +95,28 @@ def names_alike(matched: Mapping[str, str], others: Iterable[str], checkpoint: C
         >>> names_alike({"fc1.weight": "model.fc1.weight"}, ["fc1.bias", "fc2.bias"], incoming)
         {'fc1.bias': 'model.fc1.bias'}
     """
-    available = {_unwrap(name): name for name in checkpoint}
-    mine, theirs = (_unwrap(name).split(".") for name in next(iter(matched.items())))
+    available = {unwrap(name): name for name in checkpoint}
+    mine, theirs = (unwrap(name).split(".") for name in next(iter(matched.items())))
     same = 0
     while same < min(len(mine), len(theirs)) and mine[-1 - same] == theirs[-1 - same]:
         same += 1
     drop, put = ("".join(f"{part}." for part in names[: len(names) - same]) for names in (mine, theirs))
     found = {}
     for name in others:
-        bare = _unwrap(name)
+        bare = unwrap(name)
         core = put + bare[len(drop) :] if bare.startswith(drop) else bare
         if core in available:
             found[name] = available[core]
     return found
 
 
-def _unwrap(name: str) -> str:
-    """Take off the marks that torch.compile, DDP, FSDP and activation checkpointing leave in a name."""
+def unwrap(name: str) -> str:
+    """Take off the marks that torch.compile, DDP, FSDP and activation checkpointing leave in a name.
+
+    Example:
+        >>> unwrap("module._orig_mod.encoder.fc1.weight")
+        'encoder.fc1.weight'
+    """
     return re.sub(r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
 
 

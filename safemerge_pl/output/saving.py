@@ -11,9 +11,10 @@ from torch import Tensor
 
 from safemerge_pl.architectures.layers import counterparts
 from safemerge_pl.architectures.pieces import pieces_of
+from safemerge_pl.checkpoints.common_names import respell
 from safemerge_pl.checkpoints.layouts import convert_layout
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, match_names, open_checkpoint
-from safemerge_pl.checkpoints.tensors import View, tied_names
+from safemerge_pl.checkpoints.tensors import View, is_floating, tied_names
 from safemerge_pl.checkpoints.values import require_values
 from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.output.files import CARD_FILE, LEDGER_FILE, MASTER_FILE, STATE_FILE
@@ -180,7 +181,13 @@ def _in_layout_of(
     shapes, towers = base.shapes(), counterparts(base, plan.parameters, plan.pretrained)
     parts = {name: {part.name for part in pieces_of(name, shapes)} & units for name in towers}
     wanted = [name for name, found in parts.items() if found]
-    other = convert_layout(base, wanted, merged) if units == set().union(*parts.values()) else None
+    other: Checkpoint | None = None
+    if units == set().union(*parts.values()):
+        other = convert_layout(base, wanted, merged)
+    elif (renamed := respell(base, [name for name in towers if is_floating(base, name)], merged)) is not None:
+        changed = set(plan.parameters)
+        wanted = [name for name in renamed if not changed.isdisjoint(renamed.origins(name))]
+        other = renamed if changed == {origin for name in wanted for origin in renamed.origins(name)} else None
     if other is None or any(other.shape(name) != base.shape(name) for name in wanted):
         raise reason
     return {name: name for name in wanted}, other

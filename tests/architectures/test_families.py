@@ -15,6 +15,7 @@ from safemerge_pl.architectures.layers import find_unknown, select_layers
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import OPCM, TaskArithmetic
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # DeBERTa before transformers 5.24
 
@@ -25,7 +26,7 @@ def matrices_in_blocks(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
 
 def parts(shapes: Shapes) -> set[str]:
     """Canonical names without tower and block."""
-    return {re.sub(r"^\w+\.\d+\.(?:blocks\.\d+\.)?", "", layer.name) for layer in select_layers(shapes)}
+    return {re.sub(r"^\w+\.\d+\.(?:blocks\.\d+\.|\d+\.)?", "", layer.name) for layer in select_layers(shapes)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -37,8 +38,9 @@ def test_every_matrix_of_a_block_is_merged_or_left_on_purpose(family: str, tmp_p
     assert parts(shapes) == merged
     assert len({layer.name for layer in layers}) == len(layers)
     others = matrices_in_blocks(shapes) - {layer.parameter for layer in layers}
-    places = {re.sub(r"^.*(?:layers?|blocks?|h)\.\d+\.|\.weight$", "", name) for name in others}
-    assert {place for place in places if "relative_position" not in place} <= left
+    start = r"^.*(?:(?:layers?|blocks?|h|features\.\d+)\.\d+|encoder_layer_\d+)\."
+    places = {re.sub(start + r"|\.weight$", "", name) for name in others}
+    assert {place for place in places if not re.search("relative_position|cpb_mlp", place)} <= left
     assert others, "the output side of the feed-forward stays pretrained"
     assert find_unknown(layers, shapes) == []
 
@@ -103,6 +105,54 @@ def test_a_model_in_memory_and_its_file_give_one_merge(build: Callable[[], Any],
             merger = ContinualMerger(pretrained, tiny.fast_method())
             merges.add(merger.fold(incoming, task="a").merged)
     assert len(merges) == 1
+
+
+RENAMED = ["ViT", "BEiT", "DINOv2", "DINOv2, gated", "DINOv3", "Swin"]
+
+
+@pytest.mark.parametrize("method", [TaskArithmetic, OPCM])
+@pytest.mark.parametrize("build", [llava, *(FAMILIES[name][0] for name in RENAMED)], ids=["LLaVA", *RENAMED])
+def test_a_method_of_every_parameter_finds_all_that_is_renamed(
+    build: Callable[[], Any], method: Any, tmp_path: Path
+) -> None:
+    """Biases, norms, embeddings and heads of a module are in its file, under other names; and are written there."""
+    base, expert = build(), shifted(build())
+    base.save_pretrained(tmp_path / "base")
+    expert.save_pretrained(tmp_path / "expert")
+    expected = ContinualMerger(tmp_path / "base", method())
+    expected.fold(tmp_path / "expert", task="a")
+    found = ContinualMerger(tmp_path / "base", method())
+    assert found.fold(expert, task="a").notes == ()
+    tiny.assert_same(found.merged, expected.merged)
+    merger = ContinualMerger(base, method())
+    assert merger.fold(tmp_path / "expert", task="a").notes == ()
+    merger.save(tmp_path / "out", template=tmp_path / "base")
+    tiny.assert_same(tiny.copied(open_checkpoint(tmp_path / "out")), expected.merged)
+
+
+def test_experts_that_are_fused_in_memory_are_said_to_be(tmp_path: Path) -> None:
+    """Transformers joins all experts of a block in memory; no name of the file is there any more."""
+    model: Any = FAMILIES["Mixtral"][0]()
+    model.save_pretrained(tmp_path / "base")
+    for base, incoming in ((tmp_path / "base", model), (model, tmp_path / "base")):
+        with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj`.*give both as folders,? or both in memory"):
+            ContinualMerger(base, TaskArithmetic()).fold(incoming, task="a")
+
+
+def test_a_model_that_has_no_known_counterpart_says_what_is_called_otherwise() -> None:
+    """Of each tower, where a method needs more than the matrices that are known."""
+    start = "vision_model.encoder.layers.0."
+    base = {f"{start}self_attn.{part}_proj.weight": tiny.randn(8, 8, seed=3) for part in ("q", "k", "v", "out")}
+    base |= {f"{start}mlp.fc1.weight": tiny.randn(16, 8), "vision_model.own.weight": tiny.randn(3, 8)}
+    q, k, v, out, up, _ = base.values()
+    block = "visual.transformer.resblocks.0."
+    incoming = {f"{block}attn.in_proj_weight": torch.cat([q, k, v]), f"{block}attn.out_proj.weight": out}
+    with pytest.raises(CheckpointError) as caught:
+        ContinualMerger(base, TaskArithmetic()).fold(incoming | {f"{block}mlp.c_fc.weight": up}, task="a")
+    assert (
+        f"first `vision_model.own.weight` (`{start}self_attn.q_proj.weight` is `{block}attn.in_proj_weight` there)"
+        in (str(caught.value))
+    )
 
 
 @pytest.mark.parametrize("build", [llava, FAMILIES["ViT"][0]], ids=["LLaVA", "ViT"])
@@ -186,3 +236,100 @@ def test_a_merged_folder_loads_with_the_family_s_own_class(family: str, tmp_path
 )
 def test_what_is_no_matrix_is_not_reported(name: str) -> None:
     assert is_known(name, (8, 8))
+
+
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("build", "merged", "noted"),
+    [
+        (hf("Qwen3_5ForCausalLM", **DECODER, head_dim=4, **LINEAR), {"q", "k", "v", "gate", "out"}, "in_proj_b"),
+        (hf("Qwen3NextForCausalLM", **DECODER, head_dim=4, **LINEAR, **EXPERTS), {"out"}, "in_proj_qkvz"),
+        (
+            hf("OlmoHybridForCausalLM", **DECODER, layer_types=LINEAR["layer_types"]),
+            {"q", "k", "v", "gate", "out"},
+            "a_proj",
+        ),
+    ],
+    ids=["Qwen3.5", "Qwen3-Next", "OLMo hybrid"],
+)
+def test_linear_attention_is_merged_where_its_cut_is_known_and_the_rest_is_named(
+    build: Callable[[], Any], merged: set[str], noted: str
+) -> None:
+    """Hybrids have it in three layers of four; what is fused head by head is no reason to refuse them."""
+    merger = ContinualMerger(build(), tiny.fast_method())
+    names = {layer.name.partition("linear.")[2] for layer in merger.layers if ".linear." in layer.name}
+    assert names == merged
+    assert {"model.1.q", "model.1.k", "model.1.v", "model.1.out"} <= {layer.name for layer in merger.layers}
+    (note,) = merger.fold(shifted(build()), "task").notes
+    assert re.search(rf"left pretrained: .*linear_attn\.{noted}", note)
+
+
+def test_rows_of_a_linear_attention_are_cut_where_the_model_cuts_them() -> None:
+    """Queries and keys of fewer heads, then values; each follows from the model's own split."""
+    model: Any = hf("Qwen3_5ForCausalLM", **DECODER, head_dim=4, **LINEAR)()
+    attention = model.model.layers[0].linear_attn
+    found = {layer.name: layer.rows for layer in select_layers(in_memory(model)) if layer.rows}
+    ends = (attention.key_dim, 2 * attention.key_dim, 2 * attention.key_dim + attention.value_dim)
+    assert list(found.values()) == [(0, ends[0]), (ends[0], ends[1]), (ends[1], ends[2])]
+    alone = {"model.layers.0.linear_attn.in_proj_qkv.weight": (40, 16)}
+    with pytest.raises(ValueError, match="no output projection beside it tells how many rows are values"):
+        select_layers(alone)
+
+
+def test_a_lightning_attention_that_fuses_head_by_head_under_phi_3_s_name_is_refused() -> None:
+    model = hf(
+        "MiniMaxForCausalLM", **DECODER, layer_types=["linear_attention", "full_attention"], num_local_experts=2
+    )()
+    with pytest.raises(
+        ValueError, match=r"`model\.layers\.0\.self_attn\.qkv_proj\.weight` holds .*`output_gate`.*`layers`"
+    ):
+        ContinualMerger(model, tiny.fast_method())
+    layers = select_layers(in_memory(model), ["*.qkv_proj.weight", "*.q_proj.weight"])
+    assert [layer.shape for layer in layers] == [(48, 16), (16, 16)]
+
+
+@pytest.mark.parametrize("family", ["torchvision ViT", "torchvision Swin", "torchvision Swin 2"])
+def test_torchvision_loads_what_was_merged(family: str, tmp_path: Path) -> None:
+    """A state dict of torchvision, saved by torch, folded in and given back to the class."""
+    base = FAMILIES[family][0]()
+    torch.save(base.state_dict(), tmp_path / "base.pth")
+    torch.save(shifted(FAMILIES[family][0]()).state_dict(), tmp_path / "expert.pth")
+    merger = ContinualMerger(tmp_path / "base.pth", tiny.fast_method())
+    report = merger.fold(tmp_path / "expert.pth", "task")
+    assert report.notes == ()
+    changed = {row.layer for row in report.layers if row.task_norm}
+    assert changed == {layer.name for layer in merger.layers}
+    merger.save(tmp_path / "out")
+    loaded = FAMILIES[family][0]()
+    loaded.load_state_dict(dict(open_checkpoint(tmp_path / "out")))
+    tiny.assert_same(tiny.copied(loaded.state_dict()), merger.merged)
+    assert any(not torch.equal(tensor, base.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_an_older_name_of_torchvision_s_feed_forward_is_known() -> None:
+    """Before 0.13 a ViT had `linear_1` and `linear_2`."""
+    start = "encoder.layers.encoder_layer_0."
+    shapes = {f"{start}mlp.linear_1.weight": (32, 8), f"{start}mlp.linear_2.weight": (8, 32)}
+    layers = select_layers(shapes)
+    assert [layer.name for layer in layers] == ["vision.0.up"]
+    assert find_unknown(layers, shapes) == []
+
+
+@pytest.mark.parametrize("build", ["resnet18", "convnext_tiny", "efficientnet_b0", "mobilenet_v3_small", "vgg11"])
+def test_convolutional_models_of_torchvision_have_no_block_of_a_transformer(build: str) -> None:
+    """`features.1.0` is a block of a Swin, and of nothing else."""
+    import torchvision
+
+    with torch.device("meta"):
+        shapes = in_memory(getattr(torchvision.models, build)())
+    with pytest.raises(ValueError, match="none of the"):
+        select_layers(shapes)

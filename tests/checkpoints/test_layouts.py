@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import tiny
 import torch
 from tiny import Add, Tensors
+from tiny_adapters import trained, unloaded
 
 from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.fit import align
@@ -81,8 +84,6 @@ def tower() -> Tensors:
 
 def test_the_layouts_are_those_of_the_libraries() -> None:
     """The other libraries, open_clip and timm, load the tower and compute what transformers computes."""
-    import timm
-
     x = tiny.randn(2, 3, 8, 8)
     model = tiny.hf_vision()
     expected = model(x).pooler_output
@@ -138,6 +139,22 @@ def test_real_two_tower_models_cross_layouts() -> None:
         else:
             torch.testing.assert_close(found[fused][8:16], hf[name], rtol=0, atol=1e-6)
         assert all(torch.equal(found[n], base[n]) for n in base if "text" in n or n.startswith("transformer."))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft, about transformers
+def test_biases_of_an_adapter_of_a_fused_layout_are_cut_for_a_base_that_is_not(tmp_path: Path) -> None:
+    """One bias of q, k and v was saved; the base has three."""
+    sizes: dict[str, Any] = {"img_size": 8, "patch_size": 4, "depth": 2, "embed_dim": 8, "num_heads": 2, "mlp_ratio": 2}
+    model = timm.create_model("vit_base_patch32_clip_quickgelu_224", num_classes=0, **sizes)
+    model.load_state_dict(as_timm(tower()))
+    expert = unloaded(trained(model, tmp_path / "adapter", target_modules=["qkv", "fc1"], bias="all"))
+    found, expected = ContinualMerger(tower(), OPCM()), ContinualMerger(tower(), OPCM())
+    found.fold(tmp_path / "adapter", "task1")
+    expected.fold(expert, "task1")
+    bias = "encoder.layers.1.self_attn.k_proj.bias"
+    assert not torch.equal(found.merged[bias], tower()[bias])
+    for name, tensor in expected.merged.items():
+        torch.testing.assert_close(found.merged[name], tensor, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("other", LAYOUTS)
