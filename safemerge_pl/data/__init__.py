@@ -6,6 +6,7 @@ its bare name, as ``class_path: ZooData``.
 
 from safemerge_pl.data.benchmark import CLIPBenchmarkData as CLIPBenchmarkData
 from safemerge_pl.data.glue import GLUEData as GLUEData
+from safemerge_pl.data.image_folders import ImageFolderData as ImageFolderData
 from safemerge_pl.data.images import ImageSet as ImageSet
 from safemerge_pl.data.labelled import LabelledSet as LabelledSet
 from safemerge_pl.data.module import StreamDataModule as StreamDataModule
@@ -15,6 +16,7 @@ from safemerge_pl.data.zoo import ZooData as ZooData
 __all__ = [
     "CLIPBenchmarkData",
     "GLUEData",
+    "ImageFolderData",
     "ImageSet",
     "LabelledSet",
     "StreamDataModule",

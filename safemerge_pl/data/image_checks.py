@@ -1,5 +1,6 @@
 """Compare the rows of an image set with its description, before anything is scored."""
 
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from safemerge_pl.data.image_sets import SetSpec
 
-__all__ = ["NAMES_FILE", "check_rows"]
+__all__ = ["NAMES_FILE", "check_rows", "is_like"]
 
 NAMES_FILE = "classnames.txt"
 """Class names beside a web data set, whose labels are bare numbers."""
@@ -90,6 +91,17 @@ def _require_listed_names(file: Path, spec: SetSpec, where: str) -> None:
             f"{where}: {found[0].name} lists {len(theirs)} classes, {placed} of {len(mine)} where {spec.name}.yaml has "
             "them: it is another data set, or its labels are in another order."
         )
+
+
+def is_like(name: str, other: str) -> bool:
+    """Whether two names of a class share a word, or nearly are the same.
+
+    Example:
+        >>> is_like("annual_crop", "annual crop land"), is_like("AnnualCrop", "annual crop"), is_like("0", "river")
+        (True, True, False)
+    """
+    one, two = _plain(name), _plain(other)
+    return bool({*one.split()} & {*two.split()}) or difflib.SequenceMatcher(None, one, two).ratio() > 0.6
 
 
 def _plain(name: str) -> str:

@@ -5,19 +5,20 @@ Only the files of the split are fetched; images stay compressed on disk until a 
 
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from safemerge_pl.data.image_checks import NAMES_FILE, check_rows
+from safemerge_pl.data.image_checks import NAMES_FILE, check_rows, is_like
 from safemerge_pl.data.image_sets import SetSpec
 from safemerge_pl.runtime.files import local_path
 
-__all__ = ["choose_files", "open_rows"]
+__all__ = ["IMAGE_ENDINGS", "choose_files", "open_rows", "rows_of_files"]
 
-_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm")
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm")
 
 
 def open_rows(spec: SetSpec, folder: str | None = None, cache_dir: str | None = None, *, any_size: bool = False) -> Any:
@@ -58,7 +59,7 @@ def choose_files(paths: Sequence[str], split: str, config: str | None = None) ->
     for path in sorted(paths):
         match = own.match(path)
         suffix = PurePosixPath(path).suffix.lower()
-        kind = "images" if suffix in _IMAGES else suffix
+        kind = "images" if suffix in IMAGE_ENDINGS else suffix
         if match and kind in (".parquet", ".tar", "images"):
             found.setdefault(kind, {}).setdefault(match["top"], []).append(path)
     for kind in (".parquet", ".tar", "images"):
@@ -166,11 +167,11 @@ def _read(files: Sequence[Path], spec: SetSpec, cache_dir: str | None) -> Any:
     """The rows, memory-mapped; a first use prepares parquet files and archives once."""
     import datasets
 
-    if files[0].suffix.lower() in _IMAGES:
-        names = sorted({file.parent.name for file in files})
-        labels = [names.index(file.parent.name) for file in files]
-        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
-        return datasets.Dataset.from_dict({"image": [str(file) for file in files], "label": labels}, features=features)
+    if files[0].suffix.lower() in IMAGE_ENDINGS:
+        folders = [file.parent.name for file in files]
+        names = sorted(set(folders))
+        _warn_of_other_names(spec, names)
+        return rows_of_files(files, [names.index(folder) for folder in folders], names)
     builder = "parquet" if files[0].suffix == ".parquet" else "webdataset"
     prepared = None if cache_dir is None else str(local_path(cache_dir) / "prepared")
     try:
@@ -182,6 +183,37 @@ def _read(files: Sequence[Path], spec: SetSpec, cache_dir: str | None) -> Any:
         lines = str(error.__cause__ or error).splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise ValueError(f"set '{spec.name}': {files[0]} cannot be read ({reason}); fetch it again.") from error
+
+
+def rows_of_files(files: Sequence[Path], labels: Sequence[int], names: Sequence[str]) -> Any:
+    """Image files as rows that are decoded when they are read.
+
+    Args:
+        files: of the images.
+        labels: index of each one's class.
+        names: of the classes, in label order.
+
+    Returns:
+        A ``datasets.Dataset`` with the columns ``image`` and ``label``.
+    """
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))})
+    columns = {"image": [str(file) for file in files], "label": list(labels)}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def _warn_of_other_names(spec: SetSpec, folders: Sequence[str]) -> None:
+    """Say so where no class is called like its folder: nothing shows then that both are in one order."""
+    pairs = list(zip(folders, spec.classes, strict=False))
+    if len(folders) == len(spec.classes) and not any(is_like(*pair) for pair in pairs):
+        shown = ", ".join(f"'{name}' for the folder {folder}" for folder, name in pairs[:3])
+        warnings.warn(
+            f"set '{spec.name}': no class is called like its folder ({shown}); if {spec.name}.yaml does not list the "
+            "classes in the order of the sorted folders, every score is wrong. `ImageFolderData` takes a wording for "
+            "each folder by name.",
+            stacklevel=2,
+        )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 from tiny_hub import labels_of, picture, rows_of, snapshot, write_set, write_tar
 
 from safemerge_pl.data.image_files import choose_files, open_rows
-from safemerge_pl.data.image_sets import TASKS, find_spec
+from safemerge_pl.data.image_sets import TASKS, SetSpec, find_spec
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -136,3 +136,13 @@ def test_two_configurations_need_a_name() -> None:
         ValueError, match=r"several configurations have a split 'test' \(a/, b/\); name one as `config`"
     ):
         choose_files(["a/test-0.parquet", "b/test-0.parquet"], "test")
+
+
+def test_classes_that_are_not_called_like_their_folders(tmp_path: Path) -> None:
+    """The order of folders is that of their names, 10 before 2: with other names in a list nothing would show it."""
+    for name in ("0", "1", "10"):
+        (tmp_path / "own" / "test" / name).mkdir(parents=True)
+        picture(0).save(tmp_path / "own" / "test" / name / "a.png")
+    spec = SetSpec("own", "owner/own", "test", ("zero", "one", "ten"), ("a {}",))
+    with pytest.warns(UserWarning, match=r"no class is called like its folder \('zero' for the folder 0, "):
+        assert open_rows(spec, str(tmp_path))["label"] == [0, 1, 2]
