@@ -26,6 +26,7 @@ from safemerge_pl.architectures.families import (
     tower,
     unknown_fusion,
 )
+from safemerge_pl.architectures.suggest import suggest_layers
 from safemerge_pl.runtime.names import name_list
 
 __all__ = [
@@ -126,7 +127,7 @@ def select_layers(
     if not layers:
         raise ValueError(
             f"none of the {len(shapes)} parameters is an attention or feed-forward matrix of a known family (CLIP, "
-            "ViT, BERT, T5, Llama, GPT-2, ...); name the matrices to merge with `layers`, e.g. ['*.q_proj.weight']."
+            f"ViT, BERT, T5, Llama, GPT-2, ...); {suggest_layers(shapes)}."
         )
     return _make_distinct(layers)
 
