@@ -128,7 +128,9 @@ class ContinualMerger:
         with exact_arithmetic(self.device):
             for name in self.plan.parameters:
                 require_dtype(self.pretrained, name)
-            self.reference = self._hash(lambda name: _read_finite(self.pretrained, name).float())
+            own = Likeness(self.plan.units)
+            self.reference = self._hash(lambda name: own.add(name, _read_finite(self.pretrained, name).float()))
+        self._lengths = own.lengths
 
     @property
     def pretrained(self) -> Checkpoint:
@@ -209,13 +211,14 @@ class ContinualMerger:
         state = copy.deepcopy(self.method.state_dict())
         try:
             with exact_arithmetic(self.device):
-                fitted, hashed = self.processes.agree(lambda: self._examine(incoming, task))
+                fitted, hashed, likeness = self.processes.agree(lambda: self._examine(incoming, task))
                 folding = self._folding(fitted, task)
                 staged = self._room()
                 folding.run(staged)
                 response, scale = self._measure(staged)
                 merged = self._hash(self._deploy(staged.__getitem__, scale))
                 rows = [folding.rows[layer.name] for layer in self.plan.units]
+                strange = likeness.notes(self._lengths, {row.layer: row.task_norm for row in rows})
                 report = FoldReport(
                     task=task,
                     index=len(before.reports) + 1,
@@ -227,7 +230,7 @@ class ContinualMerger:
                     kept_fraction=self._kept_fraction(rows),
                     losses=tuple(folding.losses),
                     layers=tuple(rows),
-                    notes=(*self._notes(fitted, rows, hashed), *folding.notes),
+                    notes=(*self._notes(fitted, rows, hashed), *strange, *folding.notes),
                     response=response,
                     scale=scale,
                     **provenance(fitted),
@@ -451,20 +454,18 @@ class ContinualMerger:
         """How many tasks have changed each layer so far."""
         return Counter(row.layer for report in self._now.reports for row in report.layers if row.task_norm)
 
-    def _examine(self, incoming: Source, task: str) -> tuple[Fitted, str]:
-        """Everything that can be wrong with a model is found here, before the work; and its fingerprint."""
+    def _examine(self, incoming: Source, task: str) -> tuple[Fitted, str, Likeness]:
+        """Everything that can be wrong with a model is found here, before the work; its fingerprint and its lengths."""
         fitted = self.check(incoming, task, values=False)
         fitted.require_change()
-        likeness = Likeness(self.pretrained, list(fitted))
+        likeness = Likeness(self.plan.units)
 
         def read(name: str) -> Tensor:
             tensor = fitted[name]
             require_finite(tensor, fitted.names[name], fitted.source)
             return likeness.add(name, tensor)
 
-        hashed = self._hash(read)
-        fitted.notes = tuple(dict.fromkeys((*fitted.notes, *likeness.notes())))
-        return fitted, hashed
+        return fitted, self._hash(read), likeness
 
     def _folding(self, incoming: Fitted, task: str) -> Folding:
         return Folding(

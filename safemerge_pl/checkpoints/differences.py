@@ -1,13 +1,14 @@
 """Find what else an incoming model differs in: image size, vocabulary, settings, tokenizer, origin."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.embeddings import is_position_table, is_vocabulary
+from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.refusals import read_config
 from safemerge_pl.checkpoints.tensors import Checkpoint, View, is_floating
 from safemerge_pl.errors import CheckpointError
@@ -22,6 +23,9 @@ _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tok
 
 _UNLIKE = 0.2
 """Cosine below which an incoming model is taken for a stranger; that of two models trained apart is near 0."""
+
+_GROWN = 3.0
+"""Times that a matrix has to grow for a low cosine to come of training: what is added to it turns it by growing it."""
 
 
 def differences(
@@ -77,38 +81,75 @@ def tokenizers(pretrained: Checkpoint, parameters: Sequence[str], incoming: Chec
 
 
 class Likeness:
-    """Cosine between a few of the largest weights of two models: a fine-tune's is near one, a stranger's near zero.
+    """Cosines between the merged weights of two models: a fine-tune's are near one, a stranger's near zero.
+
+    Every tensor is measured while it is read for another reason, and only lengths are kept: of the pretrained and of
+    the incoming weights here; the fold adds those of their differences.
 
     Args:
-        pretrained: the model that the other one should be a fine-tune of.
-        parameters: names of what is merged.
+        layers: what is merged; lengths are kept by their names.
+
+    Attributes:
+        lengths: Euclidean length of each layer that was taken in.
+
+    Example:
+        >>> import torch
+        >>> layer = MergeLayer("model.0.up", "layers.0.mlp.fc1.weight", (2, 2))
+        >>> likeness = Likeness([layer])
+        >>> _ = likeness.add(layer.parameter, torch.tensor([[0.0, 3.0], [4.0, 0.0]]))
+        >>> likeness.notes({"model.0.up": 5.0}, {"model.0.up": 1.0})  # a step of 1 away from weights of length 5
+        ()
     """
 
-    def __init__(self, pretrained: Checkpoint, parameters: Sequence[str]) -> None:
-        self._pretrained = pretrained
-        self._looked_at = set(sorted(parameters, key=lambda name: -math.prod(pretrained.shape(name)))[:4])
-        self._products: dict[str, list[float]] = {}
+    def __init__(self, layers: Iterable[MergeLayer]) -> None:
+        self._layers: dict[str, list[MergeLayer]] = defaultdict(list)
+        for layer in layers:
+            self._layers[layer.parameter].append(layer)
+        self.lengths: dict[str, float] = {}
 
-    def add(self, name: str, tensor: Tensor) -> Tensor:
+    def add(self, parameter: str, tensor: Tensor) -> Tensor:
         """Take in a tensor that is read anyway, on any thread, and return it."""
-        if name in self._looked_at:
-            found = torch.zeros(3, dtype=torch.float64)
-            for part in zip(*map(flat_parts, (self._pretrained[name].detach(), tensor.detach())), strict=True):
-                a, b = (entries.float().cpu() for entries in part)
-                found += torch.stack([a @ b, a @ a, b @ b])
-            self._products[name] = found.tolist()
+        for layer in self._layers[parameter]:
+            if layer.name not in self.lengths:
+                parts = (part.float() for part in flat_parts(layer.view(tensor.detach())))
+                self.lengths[layer.name] = math.sqrt(sum(float(part @ part) for part in parts))  # enough for a cosine
         return tensor
 
-    def notes(self) -> tuple[str, ...]:
-        """Say so if the models have nothing in common."""
-        dot, ours, theirs = (sum(column) for column in zip(*self._products.values(), strict=True))
-        norms = math.sqrt(ours * theirs)
-        if not norms or dot / norms >= _UNLIKE:
+    def notes(self, pretrained: Mapping[str, float], distances: Mapping[str, float]) -> tuple[str, ...]:
+        """Say so if the models, or some of their matrices, have nothing in common.
+
+        Args:
+            pretrained: length of each pretrained layer.
+            distances: length of the difference of each layer.
+        """
+        layers = [layer for parts in self._layers.values() for layer in parts]
+        products = {
+            name: _product(pretrained[name], self.lengths[name], distances[name])
+            for name in (each.name for each in layers)
+        }
+        norms = math.hypot(*pretrained.values()) * math.hypot(*self.lengths.values())
+        if norms and (cosine := sum(products.values()) / norms) < _UNLIKE:
+            return (
+                f"its weights have a cosine of {cosine:.2f} with the pretrained model's: is it a fine-tune of this "
+                "model?",
+            )
+        matrices = [layer.name for layer in layers if len(layer.shape) == 2 and min(layer.shape) > 1]
+        cosines = {name: products[name] / norm for name in matrices if (norm := pretrained[name] * self.lengths[name])}
+        strange = [
+            name for name in cosines if cosines[name] < _UNLIKE and self.lengths[name] < _GROWN * pretrained[name]
+        ]
+        if not strange:
             return ()
-        cosine = dot / norms
         return (
-            f"its weights have a cosine of {cosine:.2f} with the pretrained model's: is it a fine-tune of this model?",
+            f"{len(strange)} of its {len(matrices)} matrices have a cosine below {_UNLIKE} with the pretrained "
+            f"model's, first {strange[0]} with {cosines[strange[0]]:.2f}: is it a fine-tune of this model, with rows "
+            "in the same order?",
         )
+
+
+def _product(a: float, b: float, distance: float) -> float:
+    """Scalar product of two vectors from their lengths and that of their difference."""
+    return (a * a + b * b - distance * distance) / 2
 
 
 def is_resized(pretrained: Checkpoint, name: str, incoming: Checkpoint, theirs: str) -> bool:

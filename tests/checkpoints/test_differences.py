@@ -1,6 +1,7 @@
 """What an incoming model may differ in: image size, vocabulary, settings, provenance."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from tiny import (
     Tensors,
 )
 
+from safemerge_pl.checkpoints.tensors import Memory
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.methods import TaskArithmetic
+from safemerge_pl.methods import OPCM, TaskArithmetic
 from safemerge_pl.scoring import expert_weights
 
 
@@ -162,3 +164,70 @@ def test_a_stranger_of_the_same_size_is_noted() -> None:
     assert cosine is not None
     assert abs(float(cosine[1])) < 0.3
     assert notes(tiny.tower(), tiny.tuned(tiny.tower(), 1, scale=0.05)) == ()
+
+
+def fold_notes(base: Tensors, incoming: Tensors, method: Any) -> tuple[str, ...]:
+    return ContinualMerger(base, method).fold(incoming, "task1").notes
+
+
+def many_matrices() -> Tensors:
+    base = {f"layers.{i}.mlp.fc1.weight": tiny.randn(32, 16, seed=i) for i in range(6)}
+    return base | {"layers.0.self_attn.k_proj.weight": tiny.randn(16, 16, seed=9), "norm.weight": torch.ones(16)}
+
+
+@pytest.mark.parametrize("method", [tiny.fast_method, OPCM, TaskArithmetic])
+def test_every_matrix_is_looked_at_not_only_the_largest(method: Any) -> None:
+    """The smallest one is a stranger's, or has its rows in another order."""
+    base = many_matrices()
+    expert, name = tiny.tuned(base, 1), "layers.0.self_attn.k_proj.weight"
+    assert fold_notes(base, expert, method()) == ()
+    (note,) = fold_notes(base, expert | {name: expert[name].roll(1, 0)}, method())
+    assert "1 of its 7 matrices have a cosine below 0.2" in note
+    assert re.search(r"first (?:layers\.0\.self_attn\.k_proj|model\.0\.k)\S* with -?0\.[01]", note)
+
+
+def test_a_part_of_a_fused_matrix_is_looked_at() -> None:
+    """Rows of q and v as in the pretrained model, those of k a stranger's."""
+    base = {"blocks.0.attn.qkv.weight": tiny.randn(48, 16), "blocks.0.attn.proj.weight": tiny.randn(16, 16, seed=1)}
+    expert = tiny.tuned(base, 1)
+    expert["blocks.0.attn.qkv.weight"][16:32] = tiny.randn(16, 16, seed=2)
+    (note,) = fold_notes(base, expert, tiny.fast_method())
+    assert "1 of its 4 matrices" in note
+    assert "first vision.0.k with" in note
+
+
+def test_a_matrix_that_was_trained_hard_is_no_stranger() -> None:
+    """What training adds turns a small matrix and makes it grow; a stranger's has the same length."""
+    base, name = many_matrices(), "layers.0.self_attn.k_proj.weight"
+    grown = tiny.tuned(base, 1) | {name: base[name] + 9 * tiny.randn(16, 16, seed=20)}
+    assert fold_notes(base, grown, tiny.fast_method()) == ()
+
+
+def test_vectors_and_matrices_of_zeros_are_nobody_s() -> None:
+    """A bias may turn round, and what starts at zero has no direction."""
+    base = many_matrices() | {"layers.0.mlp.fc2.weight": torch.zeros(16, 32), "norm.bias": 0.01 * torch.ones(16)}
+    expert = tiny.tuned(base, 1) | {"norm.bias": -0.01 * torch.ones(16)}
+    assert fold_notes(base, expert, TaskArithmetic()) == ()
+
+
+class CountedReads(Memory):
+    """Tensors in memory, and how often each was asked for."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors, "a file")
+        self.reads = Counter[str]()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.reads[name] += 1
+        return super().__getitem__(name)
+
+
+def test_the_check_for_strangers_reads_no_tensor_again() -> None:
+    """The incoming model is read once for its hash and once to be merged, the pretrained one only to be merged."""
+    base, expert = CountedReads(tiny.tower()), CountedReads(tiny.tuned(tiny.tower(), 1))
+    merger = ContinualMerger(base, TaskArithmetic(), layers=["*.fc1.weight"])
+    before = base.reads.copy()
+    merger.fold(expert, "task1")
+    for name in merger.plan.parameters:
+        assert expert.reads[name] == 2
+        assert base.reads[name] - before[name] <= 2  # itself, and as what was merged so far
