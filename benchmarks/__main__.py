@@ -1,7 +1,7 @@
 """``python -m benchmarks PART ...``: figures for this machine; only ratios mean anything elsewhere.
 
 literal      SAFE-Merge against Algorithm 1 written out literally
-rivals       the other methods against fusion_bench, with ``--peer`` an interpreter that has it
+rivals       methods side by side, and against fusion_bench with ``--peer`` an interpreter that has it
 scaling      growth with layers, width, tasks and ranks
 processes    a fold shared out among two processes
 out_of_core  models larger than memory, from disk to disk

@@ -1,4 +1,4 @@
-"""The rivals against their forms in fusion_bench: three ViT-B/32-sized experts, merging only, one process a method."""
+"""Methods beside each other and against fusion_bench's: ViT-B/32-sized experts, merging only, one process a method."""
 
 import argparse
 import json
@@ -20,7 +20,10 @@ _OURS = {
     "TSV-M": "TSVM()",
     "OPCM": "OPCM()",
     "WUDI-Merging": "WUDIMerging(num_steps={steps})",
+    "SAFE-Merge": "SafeMerge()",
+    "SAFE-Share": "SafeShare(scoring_rank=1 / 6, shared_rank=1 / 4)",
 }
+_WITHOUT_PEER = ("SAFE-Merge", "SAFE-Share")
 
 
 def rivals(arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -38,8 +41,13 @@ def rivals(arguments: argparse.Namespace) -> list[dict[str, object]]:
         for name in arguments.methods or _OURS:
             peer = Path(__file__).with_name("fusion_bench_peer.py")
             ours = _run([sys.executable, "-m", "benchmarks.rivals", str(path), threads, steps, name])
-            row: dict[str, object] = {"method": name, "ours_s": ours["seconds"], "ours_mib": ours["peak_mib"]}
-            if arguments.peer:
+            row: dict[str, object] = {
+                "method": name,
+                "ours_s": ours["seconds"],
+                "ours_cpu_s": ours["cpu_s"],  # of all cores together, for a machine that does other work too
+                "ours_mib": ours["peak_mib"],
+            }
+            if arguments.peer and name not in _WITHOUT_PEER:
                 theirs = _run([arguments.peer, str(peer), str(path), threads, steps, name])
                 row |= {"theirs_s": theirs["seconds"], "theirs_mib": theirs["peak_mib"]}
                 row["ratio"] = theirs["seconds"] / ours["seconds"]
@@ -75,12 +83,12 @@ def _ours() -> None:
     states = torch.load(path, weights_only=True)
     method = eval(_OURS[name].format(steps=steps), vars(methods))
     before = memory_mib("VmRSS")
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     merger = ContinualMerger(states.pop("_pretrained_"), method)
     for task, state in states.items():
         merger.fold(state, task)
-    seconds = time.perf_counter() - start
-    print("\n" + json.dumps({"seconds": seconds, "peak_mib": memory_mib("VmHWM") - before}))
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    print("\n" + json.dumps({"seconds": seconds, "cpu_s": busy, "peak_mib": memory_mib("VmHWM") - before}))
 
 
 if __name__ == "__main__":

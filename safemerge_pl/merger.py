@@ -437,6 +437,7 @@ class ContinualMerger:
             return None, 1.0
         response = measure_response(
             self.plan.matrices,
+            self.plan.biases,
             self.pretrained.__getitem__,
             staged.__getitem__,
             device=self.device,

@@ -57,6 +57,7 @@ def name_with_bound(method: MergeMethod, bound: float | None) -> str:
 
 def measure_response(
     matrices: Sequence[MergeLayer],
+    biases: Sequence[MergeLayer],
     pretrained: Callable[[str], Tensor],
     merged: Callable[[str], Tensor],
     *,
@@ -64,15 +65,18 @@ def measure_response(
     processes: Processes,
     own: MutableMapping[str, float],
 ) -> float:
-    r"""The response of the accumulated vector, over all merged matrices together.
+    r"""The response of the accumulated vector: of all merged matrices together, or of all biases, if that is larger.
 
-    .. math:: \mathrm{response}(a) = \sqrt{\frac{\sum_l \|a_l W_{0,l}^\top\|_F^2}{\sum_l \|W_{0,l} W_{0,l}^\top\|_F^2}}
+    .. math:: \mathrm{response}(a) = \max\left(
+        \sqrt{\frac{\sum_l \|a_l W_{0,l}^\top\|_F^2}{\sum_l \|W_{0,l} W_{0,l}^\top\|_F^2}},
+        \sqrt{\frac{\sum_l \|a_l\|^2}{\sum_l \|b_{0,l}\|^2}}\right)
 
     What the pretrained matrices read of the update, against what they read of themselves. It needs no data: rows of a
-    trained matrix lie along the inputs that it was trained on.
+    trained matrix lie along the inputs that it was trained on. The input of a bias is 1.
 
     Args:
         matrices: what is merged and multiplied with.
+        biases: what is merged and added.
         pretrained: gives a parameter of the pretrained model.
         merged: gives a parameter with the unscaled accumulated vector in it, float32.
         device: where the arithmetic runs.
@@ -80,7 +84,7 @@ def measure_response(
         own: the denominators that are known, by layer; filled here.
 
     Returns:
-        At least 0; 0 where the pretrained matrices are all zero or nothing was merged.
+        At least 0; 0 where the pretrained parameters are all zero or nothing was merged.
     """
 
     def measure(layer: MergeLayer) -> tuple[float, float]:
@@ -94,8 +98,19 @@ def measure_response(
     small = [layer for layer in mine if layer.entries <= MAX_CORE_ENTRIES and device.type == "cpu"]
     found = dict(zip((layer.name for layer in small), map_on_cores(measure, small), strict=True))
     found |= {layer.name: measure(layer) for layer in mine if layer.name not in found}
-    pairs = processes.gather([found[layer.name] for layer in mine])
-    read, total = (math.fsum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    changes = [_measure_bias(pretrained(each.parameter), merged(each.parameter)) for each in biases]  # no work to share
+    return max(_ratio(processes.gather([found[layer.name] for layer in mine])), _ratio(changes))
+
+
+def _measure_bias(pretrained: Tensor, merged: Tensor) -> tuple[float, float]:
+    """Squared lengths of a bias's change and of the pretrained bias."""
+    base = pretrained.double()
+    return (merged.double() - base).square().sum().item(), base.square().sum().item()
+
+
+def _ratio(energies: Sequence[tuple[float, float]]) -> float:
+    """Root of the one sum over the other; 0 where there is nothing."""
+    read, total = (math.fsum(column) for column in zip(*energies, strict=True)) if energies else (0.0, 0.0)
     return math.sqrt(read / total) if total else 0.0
 
 

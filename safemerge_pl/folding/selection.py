@@ -58,6 +58,11 @@ class MergePlan:
         """Those units that are multiplied with an input: neither vectors nor tables that are looked up."""
         return [unit for unit in self.units if len(unit.shape) == 2 and not is_embedding(unit.parameter)]
 
+    @cached_property
+    def biases(self) -> list[MergeLayer]:
+        """Those units that are added to what the matrices and norms give."""
+        return [unit for unit in self.units if len(unit.shape) == 1 and unit.parameter.endswith(("bias", "beta"))]
+
     @property
     def entries(self) -> int:
         """Number of weights that are merged."""

@@ -1,7 +1,7 @@
 """Tables (Markdown, LaTeX, JSON) and figures of a study: mean and standard deviation over task orders."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,7 +191,8 @@ def _draw(results: StudyResults, figure: StudyFigure, found: list[Aggregate], fo
     from matplotlib.figure import Figure
 
     labels = figure.rows or results.varied
-    canvas = Figure(figsize=(1 + 3.6 * len(figure.y), 3.4), layout="constrained")
+    width, height = (4.6, 4.2) if figure.x in SCORES else (3.6, 3.4)  # points of a trade-off carry their settings
+    canvas = Figure(figsize=(1 + width * len(figure.y), height), layout="constrained")
     FigureCanvasAgg(canvas)
     panels = canvas.subplots(1, len(figure.y), squeeze=False)[0]
     for axes, score in zip(panels, figure.y, strict=True):
@@ -255,10 +256,26 @@ def _draw_line(axes: "Axes", figure: StudyFigure, score: str, entries: list[Aggr
         points.sort(key=lambda point: point[0])
     xs, ys, x_spread, y_spread, settings = zip(*points, strict=True)
     options: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 2, "elinewidth": 0.8, "label": name}
-    axes.errorbar(xs, ys, y_spread if any(y_spread) else None, x_spread if any(x_spread) else None, **options)
-    for x, y, varied in zip(xs, ys, settings, strict=True) if figure.x in SCORES else ():
-        text = ",".join(str(value) for value in varied.values())
-        axes.annotate(text, (x, y), textcoords="offset points", xytext=(3, 3), fontsize=7)
+    line = axes.errorbar(xs, ys, y_spread if any(y_spread) else None, x_spread if any(x_spread) else None, **options)
+    if figure.x in SCORES:
+        for place, text in _name_points(zip(xs, ys, strict=True), settings).items():
+            colour = line[0].get_color()
+            axes.annotate(text, place, textcoords="offset points", xytext=(4, 3), fontsize=6, color=colour)
+
+
+def _name_points(
+    places: Iterable[tuple[float, float]], settings: Iterable[Mapping[str, Any]]
+) -> dict[tuple[float, float], str]:
+    """What to write beside each point: its settings, or the first and last where several settings give one result.
+
+    Example:
+        >>> _name_points([(1.0, 2.0), (3.0, 4.0), (3.0, 4.0)], [{"a": 0.1}, {"a": 0.2}, {"a": 0.3}])
+        {(1.0, 2.0): '0.1', (3.0, 4.0): '0.2 to 0.3'}
+    """
+    found: dict[tuple[float, float], list[str]] = {}
+    for place, varied in zip(places, settings, strict=True):
+        found.setdefault(place, []).append(",".join(str(value) for value in varied.values()))
+    return {place: " to ".join(dict.fromkeys((texts[0], texts[-1]))) for place, texts in found.items()}
 
 
 def _cell(mean: float | None, std: float | None, plus_minus: str) -> str:

@@ -57,12 +57,17 @@ def folded(method: MergeMethod, *seeds: int, **options: Any) -> ContinualMerger:
 
 
 def response_of(merged: Tensors, method: MergeMethod) -> float:
-    """The literal form over what a method merges and multiplies with."""
+    """The literal form over what a method merges and multiplies with, and over the biases that it merges."""
     base = tower()
     names = only_weights(base)
     if method.merges_rest or method.scope in ("linear", "matrix"):
         names = [name for name in base if base[name].ndim == 2 and "position" not in name]
-    return response([merged[name] - base[name] for name in names], [base[name] for name in names])
+    of_matrices = response([merged[name] - base[name] for name in names], [base[name] for name in names])
+    if not method.merges_rest:
+        return of_matrices
+    biases = [name for name in base if name.endswith("bias")]
+    before, after = (torch.cat([weights[name].double() for name in biases]) for weights in (base, merged))
+    return max(of_matrices, float((after - before).norm() / before.norm()))
 
 
 @each_method
@@ -119,6 +124,21 @@ def test_a_bounded_merge_goes_on_where_it_was_saved(
     again.fold(models[2], "task2")
     assert again.fingerprint() == whole.fingerprint()
     assert_same(again.merged, whole.merged)
+
+
+@pytest.mark.parametrize("change", [0.001, 0.1])
+def test_the_larger_response_of_matrices_and_biases_counts(change: float) -> None:
+    """A sum of experts may go far in what it adds to every input, while its matrices hardly change."""
+    base = tower()
+    incoming = {name: tensor * (1 + change) if name.endswith("bias") else tensor for name, tensor in base.items()}
+    incoming[FC1] = base[FC1] * 1.05
+    merger = ContinualMerger(base, TaskArithmetic(scaling=1.0), max_response=BOUND)
+    report = merger.fold(incoming, "a")
+    names = [name for name in base if base[name].ndim == 2 and "position" not in name]
+    of_matrices = response([incoming[n] - base[n] for n in names], [base[n] for n in names])
+    assert report.response == pytest.approx(max(change, of_matrices), rel=1e-4)
+    assert (change > of_matrices) == (change == 0.1)
+    assert report.scale == pytest.approx(BOUND / max(change, of_matrices), abs=2**-20)
 
 
 def test_the_folder_holds_deployed_weights_beside_unscaled_masters(tmp_path: Path) -> None:
