@@ -11,6 +11,13 @@ _WORDS = re.compile(
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.weight$")
 """Maps the last features to a score for each word: a linear layer, with a row per word."""
 
+_PROJECTION = re.compile(
+    r"(?:^|\.)(?:\w*embed(?:ding)?s?_proj(?:ect|ection|_layer)?|embedding_(?:hidden_mapping_in|transformation))\."
+    r"(?:weight|bias)$"
+)
+"""Maps an embedding to the width of the blocks (ALBERT, ELECTRA, DeBERTa): a linear layer, in which nothing is looked
+up. Being outside of the blocks it is merged by the methods of every linear layer and left pretrained by the others."""
+
 _POSITIONS = re.compile(
     r"(?:^|\.)(?:(?:position(?:al)?_embeddings?|embed_positions|pos_embed(?:ding)?|wpe|rel_embeddings)(?:\.weight)?"
     r"|relative_attention_bias\.weight|relative_position_bias_table)$"
@@ -28,8 +35,10 @@ def is_embedding(name: str) -> bool:
     Example:
         >>> [is_embedding(name) for name in ("wte.weight", "token_type_embeddings.weight", "embed_out.weight")]
         [True, True, False]
+        >>> is_embedding("encoder.embedding_hidden_mapping_in.weight"), is_embedding("embeddings_project.weight")
+        (False, False)
     """
-    if _HEAD.search(name):
+    if _HEAD.search(name) or _PROJECTION.search(name):
         return False
     return "embed" in name or is_position_table(name) or is_vocabulary(name)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from safemerge_pl.architectures.families import block_of
 from safemerge_pl.architectures.layers import MergeLayer, counterparts, known_layers, parts_of, vision_only
 from safemerge_pl.architectures.memory_names import Spelling
 from safemerge_pl.architectures.pieces import pieces_of
@@ -211,8 +212,15 @@ def bind(adapter: Adapter, base: Checkpoint) -> BoundAdapter:
     try:
         places = find_places(adapter, wanted, targets, base)
     except CheckpointError as error:
-        deltas |= _convert_layout(adapter, targets, base, error)
+        inner = {name: module for name, module in targets.items() if block_of(name)}
+        if not inner:
+            raise CheckpointError(
+                f"{adapter.source}: the adapter changes `{next(iter(targets))}`, which {base.source} does not have; "
+                "give the model that it was trained on, with its head, as `pretrained`."
+            ) from error
+        deltas |= _convert_layout(adapter, inner, base, error)
         places, (replaced, missing) = {}, _convert_whole(adapter, base)
+        missing += [name for name in targets if name not in inner]
     else:
         missing = [name for name in wanted if name not in places]
     shapes = base.shapes()

@@ -63,6 +63,8 @@ def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
         reason = ""
         if not isinstance(layer, LoraLayer) or not hasattr(layer, "get_delta_weight"):
             reason = f"is a {type(layer).__name__}, of which no dense equivalent is known"
+        elif hasattr(layer, "parameter_name"):
+            reason = f"is on the parameter `{layer.parameter_name}` itself (`target_parameters`), not on a linear layer"
         elif isinstance(layer.get_base_layer(), nn.MultiheadAttention):
             reason = "is on a whole nn.MultiheadAttention, where peft adds one product twice (huggingface/peft#3774)"
         elif any(layer.use_dora.values()) or getattr(layer, "lora_variant", None):

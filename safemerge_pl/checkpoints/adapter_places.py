@@ -1,8 +1,9 @@
 """Find where a base keeps the tensors that an adapter changes, under the names of its file or of memory."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from safemerge_pl.architectures.embeddings import is_tied_candidate
+from safemerge_pl.architectures.families import block_of, in_text
 from safemerge_pl.architectures.layers import counterparts, vision_only
 from safemerge_pl.architectures.memory_names import Spelling, common_name
 from safemerge_pl.checkpoints.adapter import Adapter
@@ -54,8 +55,23 @@ def _find_names(adapter: Adapter, wanted: list[str], targets: Collection[str], b
     must = [name for name in wanted if name in tower and not (is_tied_candidate(name) or _is_saved(name, saved))]
     if not any(name in targets for name in must):
         must = [name for name in wanted if name in targets]
-    names = match_names(must, base, wanted)
+    try:
+        names = match_names(must, base, wanted)
+    except CheckpointError:
+        inner = [name for name in must if block_of(name)]  # a base without a head has no place for factors of one
+        outer = _outer_part(inner, wanted, base)
+        if not inner or (len(inner) == len(must) and not outer):
+            raise
+        names = match_names(inner, base, wanted, outer)
     return names | names_alike(names, [name for name in wanted if name not in names], base)
+
+
+def _outer_part(inner: Sequence[str], wanted: Iterable[str], base: Checkpoint) -> set[str]:
+    """What a model with a head calls the model inside (``vit``, ``bert``), if the base is that model alone."""
+    parts = {name.split(".")[0] for name in inner}
+    alone = len(parts) == 1 and not any(name.split(".")[0] in parts for name in base)
+    has_head = any(name.split(".")[0] not in parts for name in wanted)
+    return parts if alone and has_head and not any(map(in_text, inner)) else set()
 
 
 def _is_saved(name: str, saved: Iterable[str]) -> bool:

@@ -12,7 +12,12 @@ from safemerge_pl.errors import CheckpointError
 __all__ = ["match_names", "names_alike", "unwrap"]
 
 
-def match_names(wanted: Sequence[str], checkpoint: Checkpoint, beside: Iterable[str] | None = None) -> dict[str, str]:
+def match_names(
+    wanted: Sequence[str],
+    checkpoint: Checkpoint,
+    beside: Iterable[str] | None = None,
+    wrappers: Iterable[str] = (),
+) -> dict[str, str]:
     """Find each wanted tensor in a checkpoint whose names may carry or lack wrapper and tower prefixes.
 
     ``_orig_mod.`` and ``module.`` are ignored anywhere; beyond that one prefix on either side may differ
@@ -22,6 +27,7 @@ def match_names(wanted: Sequence[str], checkpoint: Checkpoint, beside: Iterable[
         wanted: names in the pretrained model.
         checkpoint: the incoming model.
         beside: all names of the pretrained model, which tell of which tower those are; ``wanted`` if left out.
+        wrappers: further first parts of wanted names that the checkpoint may leave out.
 
     Returns:
         wanted name -> name in the checkpoint.
@@ -46,7 +52,7 @@ def match_names(wanted: Sequence[str], checkpoint: Checkpoint, beside: Iterable[
         available.setdefault(alias, full)
     targets = {name: unwrap(name) for name in wanted}
     best: dict[str, str] = {}
-    for mine, theirs in _prefix_pairs(list(targets.values()), available):
+    for mine, theirs in _prefix_pairs(list(targets.values()), available, set(wrappers)):
         matched = {
             name: available[theirs + bare[len(mine) :]]
             for name, bare in targets.items()
@@ -120,11 +126,11 @@ def unwrap(name: str) -> str:
     return re.sub(r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
 
 
-def _prefix_pairs(targets: list[str], available: Mapping[str, str]) -> list[tuple[str, str]]:
+def _prefix_pairs(targets: list[str], available: Mapping[str, str], wrappers: set[str]) -> list[tuple[str, str]]:
     """List the pairs (prefix to drop from the wanted names, prefix to put instead) that fit the first wanted name."""
     first, pairs = targets[0], []
     speaks = any(map(is_vocabulary, available))  # no vision tower has words
-    wrappers = WRAPPERS | ({"text_model", "text_encoder"} if speaks else set())
+    wrappers |= WRAPPERS | ({"text_model", "text_encoder"} if speaks else set())
     for match in re.finditer(r"^|\.", first):
         mine, core = first[: match.end()], first[match.end() :]
         if not set(mine.split(".")[:-1]) <= wrappers or not all(target.startswith(mine) for target in targets):

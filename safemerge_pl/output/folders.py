@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from safemerge_pl.checkpoints.open import CheckpointError
 from safemerge_pl.output.files import STATE_FILE, is_weights
 from safemerge_pl.output.locks import BusyError, output_lock
@@ -147,15 +149,15 @@ def _beside(folder: Path, kind: str) -> list[Path]:
 
 
 def _alive(path: Path) -> bool:
-    """Whether the process whose number ends a name still runs; only asked where there are no locks."""
-    number = int(path.name.rpartition("-")[2])
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
+    """Whether the process whose number ends a name still runs; only asked where there are no locks.
+
+    A number that is this process's own was given again: the process that left the folder is gone. It is not asked by
+    ``os.kill(number, 0)``, which on Windows ends a process.
+    """
+    number = path.name.rpartition("-")[2]
+    if not number.isdecimal():  # no process has left this
         return True
-    return number != os.getpid()
+    return int(number) != os.getpid() and int(number) < 2**31 and psutil.pid_exists(int(number))
 
 
 def _complete(staging: Path, folder: Path) -> None:

@@ -17,7 +17,7 @@ from safemerge_pl.architectures.embeddings import (
 from safemerge_pl.architectures.layers import select_layers
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.methods import TaskArithmetic
+from safemerge_pl.methods import OPCM, TaskArithmetic
 
 MODELS = {name: family[0] for name, family in FAMILIES.items()} | {
     "CLIP": tiny.hf_clip,
@@ -28,6 +28,8 @@ MODELS = {name: family[0] for name, family in FAMILIES.items()} | {
     "LLaVA": llava,
     "BERT with a head": hf("BertForMaskedLM", **TEXT),
     "GPT-NeoX": hf("GPTNeoXForCausalLM", **TEXT),
+    "ALBERT": hf("AlbertModel", **TEXT, embedding_size=8),
+    "ELECTRA": hf("ElectraModel", **TEXT, embedding_size=8),
     "Bloom": hf("BloomForCausalLM", hidden_size=16, n_layer=1, n_head=2, vocab_size=32),
 }
 
@@ -64,6 +66,16 @@ def test_an_output_head_is_a_linear_layer_under_any_name(name: str) -> None:
     shapes = {"layers.0.mlp.fc1.weight": (8, 4), name: (32, 4), "embed_in.weight": (32, 4)}
     chosen = [layer.parameter for layer in select_layers(shapes, scope="linear")]
     assert chosen == ["layers.0.mlp.fc1.weight", name]
+
+
+@pytest.mark.parametrize("family", ["ALBERT", "ELECTRA"])
+def test_a_projection_of_embeddings_is_a_linear_layer_outside_of_the_blocks(family: str) -> None:
+    """Merged by methods of every linear layer; a method of attention and feed-forward leaves it pretrained."""
+    base = tiny.copied(MODELS[family]().state_dict())
+    (name,) = (name for name in base if "hidden_mapping_in.weight" in name or "embeddings_project.weight" in name)
+    assert name in [layer.parameter for layer in ContinualMerger(base, OPCM()).layers]
+    if family == "ELECTRA":
+        assert name not in [layer.parameter for layer in ContinualMerger(base, tiny.fast_method()).layers]
 
 
 def with_positions(name: str, rows: int) -> Tensors:

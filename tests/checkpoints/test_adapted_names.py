@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from tiny import Tensors
 from tiny_adapters import QV, bound, rewritten, trained
@@ -13,7 +14,7 @@ from tiny_families import DECODER, IMAGE, SIZES, hf
 from torch import nn
 
 from safemerge_pl.architectures.memory_names import common_name
-from safemerge_pl.checkpoints import open_checkpoint
+from safemerge_pl.checkpoints import CheckpointError, open_checkpoint
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, SafeMerge, TaskArithmetic
 from safemerge_pl.methods.base import MergeMethod
@@ -203,3 +204,49 @@ def test_the_router_of_a_mixture_is_found(tmp_path: Path) -> None:
     name = "model.layers.0.block_sparse_moe.gate.weight"
     assert torch.equal(found[name], expected[name])
     assert not torch.equal(found[name], pretrained[name])
+
+
+@pytest.mark.parametrize(
+    ("settings", "left_out"),
+    [
+        ({"target_modules": ["q_proj", "classifier"]}, "1 tensors of the adapter have no place"),
+        ({"target_modules": ["q_proj", "fc2"], "modules_to_save": ["classifier"]}, "2 tensors of the adapter have no"),
+        ({"target_modules": "all-linear", "task_type": "SEQ_CLS"}, "tensors of the adapter have no place"),
+    ],
+)
+@pytest.mark.parametrize("method", [tiny.fast_method, OPCM])
+def test_an_adapter_of_a_classifier_goes_on_the_model_without_its_head(
+    settings: dict[str, Any], left_out: str, method: Any, tmp_path: Path
+) -> None:
+    """What is inside is merged as peft merges it, and the head that has no place is named."""
+    model: Any = hf("ViTForImageClassification", **IMAGE)()
+    model.base_model.save_pretrained(tmp_path / "base")
+    wrapped: Any = trained(model, tmp_path / "adapter", **settings)
+    merger = ContinualMerger(tmp_path / "base", method())
+    (note,) = merger.fold(tmp_path / "adapter", "task1").notes
+    assert left_out in note
+    assert "first `classifier." in note
+    wrapped.merge_and_unload().base_model.save_pretrained(tmp_path / "dense")
+    expected = ContinualMerger(tmp_path / "base", method())
+    expected.fold(tmp_path / "dense", "task1")
+    for name, tensor in expected.merged.items():
+        torch.testing.assert_close(merger.merged[name], tensor, rtol=0, atol=2e-5)
+
+
+def test_an_adapter_of_nothing_but_a_head_says_that_the_base_has_none(tmp_path: Path) -> None:
+    model: Any = hf("BertForSequenceClassification", **TEXT)()
+    model.base_model.save_pretrained(tmp_path / "base")
+    trained(model, tmp_path / "adapter", target_modules=["classifier"])
+    with pytest.raises(CheckpointError, match=r"changes `classifier\.weight`, which .*base does not have.* head"):
+        ContinualMerger(tmp_path / "base", OPCM()).fold(tmp_path / "adapter", "task1")
+
+
+def test_factors_of_experts_that_are_fused_in_memory_are_refused(tmp_path: Path) -> None:
+    """Peft puts them on the parameter; the folder says so in its settings."""
+    import peft
+
+    tiny.hf_mixtral().save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    peft.get_peft_model(tiny.hf_mixtral(), settings).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"`target_parameters`, a LoRA variant that is not read"):
+        ContinualMerger(tmp_path / "base", tiny.fast_method()).fold(tmp_path / "adapter", "task1")

@@ -65,6 +65,16 @@ def test_what_is_no_sum_of_weight_and_update_is_refused(settings: dict[str, Any]
         adapter_deltas(adapted(**settings))
 
 
+def test_an_adapter_of_a_parameter_itself_is_refused() -> None:
+    """Of experts that are fused in memory; its update would go under a name that no weight has."""
+    import peft
+
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    wrapped = peft.get_peft_model(tiny.hf_mixtral(), settings)
+    with pytest.raises(CheckpointError, match=r"experts` is on the parameter `gate_up_proj` itself.*use plain LoRA"):
+        adapter_deltas(wrapped)
+
+
 def test_an_adapter_that_is_merged_into_its_weight_is_refused() -> None:
     wrapped = adapted()
     wrapped.merge_adapter()

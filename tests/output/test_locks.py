@@ -17,7 +17,7 @@ from tiny import folded, tower
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.commands.fold import fold_once
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.output import locks
+from safemerge_pl.output import folders, locks
 from safemerge_pl.output.locks import BusyError, output_lock
 
 _HOLDER = """
@@ -156,8 +156,24 @@ def test_a_file_system_without_locks_is_used_without(tmp_path: Path, monkeypatch
     dead.wait()
     for number in (dead.pid, os.getppid(), os.getpid()):
         (tmp_path / f".out.partial-{number}").mkdir()
+    strange = [".out.partial-9" + 30 * "9", ".out.partial-notes"]  # no process has such a number; nor left such a name
+    for name in strange:
+        (tmp_path / name).mkdir()
     assert ContinualMerger.load(folded(1).save(tmp_path / "out"), tower()).tasks == ["task1"]
-    assert beside(tmp_path / "out") == [f".out.partial-{os.getppid()}"]
+    assert beside(tmp_path / "out") == sorted([f".out.partial-{os.getppid()}", strange[1]])
+
+
+def test_whether_a_process_lives_is_asked_without_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows ``os.kill`` with any number but two ends the process."""
+
+    def kill(*args: object) -> None:
+        raise AssertionError("a signal was sent")
+
+    asked: list[int] = []
+    monkeypatch.setattr(folders.psutil, "pid_exists", lambda number: asked.append(number) or number == 4711)
+    monkeypatch.setattr(folders.os, "kill", kill)
+    found = [folders._alive(Path(f".out.partial-{number}")) for number in (4711, 4712, os.getpid())]
+    assert (found, asked) == ([True, False, False], [4711, 4712])
 
 
 def test_a_full_disk_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
