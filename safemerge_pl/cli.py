@@ -90,6 +90,8 @@ def main(args: Sequence[str] | None = None) -> None:
         _fail(f"there is no verb '{argv[0]}'; {hint} {', '.join(VERBS)}, or --help.", code=2)
     # threads that spin while they wait make a run a hundred times slower as soon as another program uses a core
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if "RANK" in os.environ:  # what a process says when another one ends is enough, without stacks of C++
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     module, _, function = VERBS[argv[0]].runs.partition(":")
     try:
         # what verbs read, also in the processes that DDP starts

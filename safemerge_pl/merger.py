@@ -17,14 +17,15 @@ from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Likeness, Mismatch
 from safemerge_pl.checkpoints.fit import Fitted, fit
-from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, fingerprint, match_names, open_checkpoint
-from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE, LazyTensors, tied_names
+from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, match_names, open_checkpoint
+from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE, LazyTensors, hash_each, hash_lines, tied_names
 from safemerge_pl.checkpoints.values import require_dtype, require_finite, require_values
 from safemerge_pl.folding.bound import MaxResponse, choose_bound, measure_response, scale_vector
-from safemerge_pl.folding.engine import Folding
+from safemerge_pl.folding.engine import Folding, plan_fold
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport, LayerReport
 from safemerge_pl.folding.selection import plan_merge
+from safemerge_pl.folding.shares import divide_work
 from safemerge_pl.folding.store import DiskTensors
 from safemerge_pl.maths.response import bounded_scale
 from safemerge_pl.methods.base import MergeMethod
@@ -84,6 +85,8 @@ class ContinualMerger:
             pretrained model knows, whatever the incoming models are and however many there are. The accumulated vector
             is kept whole, and ``scale`` times it is deployed. 0.035 is a good value; ``"auto"`` takes the method's own,
             ``None`` bounds nothing.
+        processes: among which the work is shared out, see :func:`~safemerge_pl.folding.launch.join_processes`; all of
+            them make the same calls. Each reads and holds the parameters that are its own alone.
 
     Raises:
         CheckpointError: if ``pretrained`` cannot be read or holds NaN or Inf in a layer to merge.
@@ -110,6 +113,7 @@ class ContinualMerger:
         workspace: str | Path | None = None,
         on_mismatch: Mismatch = "error",
         max_response: MaxResponse = "auto",
+        processes: Processes | None = None,
     ) -> None:
         self.workspace = None if workspace is None else local_path(workspace)
         self.on_mismatch: Mismatch = on_mismatch
@@ -118,19 +122,22 @@ class ContinualMerger:
         self.max_response = choose_bound(self.method, max_response)
         self.plan = plan_merge(_snapshot(pretrained), self.method, layers)
         self.device = torch.device(device)
-        self.processes = Processes(shared=False)  # a launcher of several processes may share the work out
+        self.processes = Processes(shared=False) if processes is None else processes  # a Trainer may set others
         # called now and then with the task, and the merged and the total number of its weights
         self.progress: Callable[[str, int, int], None] | None = None
         self.saved: Path | None = None  # the output that it was read from or written to last
         self._now = _Position()
         self._own_energies: dict[str, float] = {}  # of the pretrained matrices, for the response
         self._caches: dict[tuple[str, ...], CachedTensors] = {}
+        self._divided: tuple[Processes | None, torch.device, dict[str, int]] = (None, self.device, {})
         with exact_arithmetic(self.device):
             for name in self.plan.parameters:
                 require_dtype(self.pretrained, name)
             own = Likeness(self.plan.units)
-            self.reference = self._hash(lambda name: own.add(name, _read_finite(self.pretrained, name).float()))
-        self._lengths = own.lengths
+            self.reference = self._hash(
+                lambda name: own.add(name, _read_finite(self.pretrained, name).float()), self.processes.apart
+            )
+        self._lengths = self._collect_lengths(own)
 
     @property
     def pretrained(self) -> Checkpoint:
@@ -182,13 +189,15 @@ class ContinualMerger:
 
     def merged_parameters(self) -> Mapping[str, Tensor]:
         """Those parameters that the method merges, as deployed, float32; not copies: do not change them."""
-        found = LazyTensors(self.plan.parameters, self._deploy(self._current, self.scale))
-        return dict(found) if self.workspace is None else found
+        return self._give(self._deploy(self._current, self.scale))
 
     def accumulated_parameters(self) -> Mapping[str, Tensor]:
         """The same with the whole accumulated vector, which the next fold adds to."""
-        found = LazyTensors(self.plan.parameters, self._current)
-        return dict(found) if self.workspace is None else found
+        return self._give(self._current)
+
+    def _give(self, read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+        found = LazyTensors(self.plan.parameters, read)
+        return dict(found) if self.workspace is None and not self.processes.apart else found
 
     def fingerprint(self) -> str:
         """SHA-256 of the merged layers as deployed, in float32, the same for every library that stores the model."""
@@ -211,12 +220,12 @@ class ContinualMerger:
         state = copy.deepcopy(self.method.state_dict())
         try:
             with exact_arithmetic(self.device):
-                fitted, hashed, likeness = self.processes.agree(lambda: self._examine(incoming, task))
+                fitted, hashed, likeness = self._examine(incoming, task)
                 folding = self._folding(fitted, task)
-                staged = self._room()
+                staged = self.processes.agree(self._room)
                 folding.run(staged)
                 response, scale = self._measure(staged)
-                merged = self._hash(self._deploy(staged.__getitem__, scale))
+                merged = self._hash(self._deploy(staged.__getitem__, scale), self.processes.count > 1)
                 rows = [folding.rows[layer.name] for layer in self.plan.units]
                 strange = likeness.notes(self._lengths, {row.layer: row.task_norm for row in rows})
                 report = FoldReport(
@@ -235,7 +244,8 @@ class ContinualMerger:
                     scale=scale,
                     **provenance(fitted),
                 )
-                line = self._ledger_line(report)
+                line = self.processes.agree(lambda: self._ledger_line(report))
+                self._spread(staged)
             # all that can fail is done: from here on the merge has the task, report and ledger line included
             self._now = _Position(staged, (*before.reports, report), (*before.ledger, line))
         except BaseException as error:
@@ -294,6 +304,7 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the folder cannot be used or written; what was there stays as it was.
         """
+        place = local_path(folder)
         state = MergeState(
             plan=self.plan,
             merged=self.merged_parameters(),
@@ -303,13 +314,18 @@ class ContinualMerger:
             ledger=tuple(self.ledger),
             label=self.method.label,
             saved=self.saved,
+            processes=self.processes if self.processes.apart else Processes(shared=False),
+            owners=self._owners() if self.processes.apart else dict.fromkeys(self.plan.parameters, 0),
         )
-        place = local_path(folder)
         options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "copy_code": copy_code}
         written = save_merge(state, place, template=template, **options)
-        if self.saved == place.resolve() and isinstance(self._now.merged, LazyTensors):
-            masters = written.masters()  # what was read from the earlier output when needed is in this one now
-            self._now = replace(self._now, merged=LazyTensors(self.plan.parameters, masters.__getitem__))
+        if self.processes.apart or (self.saved == place.resolve() and isinstance(self._now.merged, LazyTensors)):
+            masters = written.masters()  # also of other processes, and what was read from an earlier output
+            before, self._now = (
+                self._now,
+                replace(self._now, merged=LazyTensors(self.plan.parameters, masters.__getitem__)),
+            )
+            before.close()
         self.saved = place.resolve()
         return place
 
@@ -362,7 +378,9 @@ class ContinualMerger:
             "format": STATE_FORMAT,
             "tasks": self.tasks,
             "reference": self.reference,
-            "merged": self.fingerprint() if self.scale == 1.0 else self._hash(self._current),  # of the masters
+            "merged": self.fingerprint()  # of the masters
+            if self.scale == 1.0
+            else self._hash(self._current, self.processes.apart),
             **({} if self.max_response is None else {"max_response": self.max_response}),
             "method": describe_method(self.method),
             "reports": [asdict(report) for report in self.reports],
@@ -389,12 +407,11 @@ class ContinualMerger:
             )
         checkpoint = open_checkpoint(weights)
         names = match_names(self.plan.parameters, checkpoint, self.pretrained)
-        merged: Mapping[str, Tensor] = LazyTensors(
-            list(names), lambda name: checkpoint[names[name]].detach().float().cpu()
-        )
+        own = [name for name in names if self._is_own(name)]
+        merged: Mapping[str, Tensor] = LazyTensors(own, lambda name: checkpoint[names[name]].detach().float().cpu())
         if self.workspace is None:
             merged = {name: tensor.clone() for name, tensor in merged.items()}
-        if self._hash(merged.__getitem__) != state.get("merged"):
+        if self._hash(merged.__getitem__, self.processes.apart) != state.get("merged"):
             raise CheckpointError(
                 f"{checkpoint.source}: the merged weights are not those that the state was saved with."
             )
@@ -413,16 +430,51 @@ class ContinualMerger:
     def _ledger_line(self, report: FoldReport) -> str:
         return ledger_line(report, self.method.label, self.method.settings())
 
-    def _hash(self, read: Callable[[str], Tensor]) -> str:
-        """Fingerprint of the layers inside the parameters that ``read`` gives, a few of which are held at a time."""
+    def _owners(self) -> dict[str, int]:
+        """Rank of the process that folds each parameter."""
+        if self._divided[:2] != (self.processes, self.device):  # a Trainer may have set others
+            stacks = plan_fold(self.layers, self.method, self.device)
+            owners = divide_work(stacks, self.others, self.processes.count, whole=not self.method.concurrent)
+            self._divided = self.processes, self.device, owners
+        return self._divided[2]
+
+    def _is_own(self, name: str) -> bool:
+        """Whether this process has a parameter's merged weights."""
+        return not self.processes.apart or self._owners()[name] == self.processes.rank
+
+    def _hash(self, read: Callable[[str], Tensor], together: bool) -> str:
+        """Fingerprint of the layers inside the parameters that ``read`` gives, a few of which are held at a time.
+
+        Args:
+            read: gives a parameter.
+            together: each process reads its own parameters alone; all of them make this call.
+        """
         # the parts of a fused tensor do not follow each other by name
         read = functools.lru_cache(4 + min(HASHED_AT_ONCE, torch.get_num_threads()))(read)
         layers = {layer.name: layer for layer in sorted(self.plan.units, key=lambda layer: layer.name)}
-        return fingerprint(LazyTensors(list(layers), lambda name: layers[name].view(read(layers[name].parameter))))
+
+        def hash_them(names: list[str]) -> list[str]:
+            tensors = LazyTensors(names, lambda name: layers[name].view(read(layers[name].parameter)))
+            return hash_each(tensors, self.processes.check if together else lambda: None)
+
+        if not together:
+            return hash_lines(hash_them(list(layers)))
+        owners, rank = self._owners(), self.processes.rank
+        own = [name for name, layer in layers.items() if owners[layer.parameter] == rank]
+        lines = self.processes.collect(lambda: dict(zip(own, hash_them(own), strict=True)))
+        return hash_lines([lines[name] for name in layers])
+
+    def _spread(self, staged: MutableMapping[str, Tensor]) -> None:
+        """Give the new weights to all processes, where each of them needs all."""
+        if self.method.concurrent and not self.processes.apart:  # of other methods every process has them already
+            shapes = {name: self.pretrained.shape(name) for name in self.plan.parameters}
+            self.processes.spread(staged, shapes, self._owners(), self.device)
 
     def _current(self, name: str) -> Tensor:
         """A parameter with the whole accumulated vector."""
         merged = self._now.merged.get(name)
+        if merged is None and self._now.reports and not self._is_own(name):
+            raise RuntimeError(f"`{name}` is merged by another process; save the merge and read it from there.")
         return self.pretrained[name].float() if merged is None else merged
 
     def _deploy(self, read: Callable[[str], Tensor], scale: float) -> Callable[[str], Tensor]:
@@ -442,6 +494,7 @@ class ContinualMerger:
             staged.__getitem__,
             device=self.device,
             processes=self.processes,
+            owners=self._owners(),
             own=self._own_energies,
         )
         return response, bounded_scale(response, self.max_response)
@@ -457,8 +510,7 @@ class ContinualMerger:
 
     def _examine(self, incoming: Source, task: str) -> tuple[Fitted, str, Likeness]:
         """Everything that can be wrong with a model is found here, before the work; its fingerprint and its lengths."""
-        fitted = self.check(incoming, task, values=False)
-        fitted.require_change()
+        fitted = self.processes.agree(lambda: self._check_changed(incoming, task))
         likeness = Likeness(self.plan.units)
 
         def read(name: str) -> Tensor:
@@ -466,7 +518,21 @@ class ContinualMerger:
             require_finite(tensor, fitted.names[name], fitted.source)
             return likeness.add(name, tensor)
 
-        return fitted, self._hash(read), likeness
+        if self.processes.apart:
+            hashed = self._hash(read, together=True)
+        else:  # in training the models are equal, which whoever trains sees by this very hash
+            hashed = self.processes.agree(lambda: self._hash(read, together=False))
+        likeness.lengths = self._collect_lengths(likeness)
+        return fitted, hashed, likeness
+
+    def _collect_lengths(self, likeness: Likeness) -> dict[str, float]:
+        """Lengths of all layers, also of those that other processes have read."""
+        return self.processes.collect(lambda: likeness.lengths) if self.processes.apart else likeness.lengths
+
+    def _check_changed(self, incoming: Source, task: str) -> Fitted:
+        fitted = self.check(incoming, task, values=False)
+        fitted.require_change()
+        return fitted
 
     def _folding(self, incoming: Fitted, task: str) -> Folding:
         return Folding(
@@ -480,6 +546,7 @@ class ContinualMerger:
             incoming=incoming,
             device=self.device,
             processes=self.processes,
+            owners=self._owners(),
             reference=self.reference,
             caches=self._caches,
             on_progress=functools.partial(self.progress or (lambda *_: None), task),

@@ -20,6 +20,8 @@ __all__ = [
     "Memory",
     "View",
     "fingerprint",
+    "hash_each",
+    "hash_lines",
     "is_floating",
     "tied_names",
 ]
@@ -201,10 +203,26 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         >>> fingerprint({"a": torch.zeros(2)}) == fingerprint({"a": torch.zeros(2)})
         True
     """
+    return hash_lines(hash_each(tensors))
+
+
+def hash_each(tensors: Mapping[str, Tensor], before_each: Callable[[], None] = lambda: None) -> list[str]:
+    """A line per tensor, in order: its name, dtype, shape and the SHA-256 of its bytes.
+
+    Args:
+        tensors: by name.
+        before_each: called before a tensor is read.
+    """
 
     def describe(name: str) -> str:
+        before_each()
         flat = tensors[name].detach().cpu().contiguous()
         content = hashlib.sha256(flat.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
         return f"{name} {flat.dtype} {tuple(flat.shape)} {content}\n"
 
-    return hashlib.sha256("".join(map_on_cores(describe, list(tensors), most=HASHED_AT_ONCE)).encode()).hexdigest()
+    return list(map_on_cores(describe, list(tensors), most=HASHED_AT_ONCE))
+
+
+def hash_lines(lines: Sequence[str]) -> str:
+    """The fingerprint of tensors, from what :func:`hash_each` found."""
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

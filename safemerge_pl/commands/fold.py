@@ -1,11 +1,12 @@
 """The everyday job: fold one more model, or several, into the deployed one."""
 
 import math
+import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
 from safemerge_pl.commands.parsers import HintingParser
 from safemerge_pl.commands.recipe import read_recipes
 from safemerge_pl.folding.bound import MaxResponse
+from safemerge_pl.folding.launch import choose_device, join_processes
+from safemerge_pl.folding.processes import Processes
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.output.files import STATE_FILE
 from safemerge_pl.output.folders import check_output
 from safemerge_pl.output.locks import output_lock
 from safemerge_pl.output.saving import require_output
+from safemerge_pl.output.shared_files import require_same_model, require_shared_files
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
 from safemerge_pl.runtime.files import local_path
@@ -50,6 +54,7 @@ def fold_once(
     copy_code: bool = False,
     low_memory: bool | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    processes: Processes | None = None,
 ) -> ContinualMerger:
     """Fold a fine-tuned model into yesterday's merge (or start one) and write the new merge as a model folder.
 
@@ -72,22 +77,36 @@ def fold_once(
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
             at a time; by default for models that take more than 4 GB in float32.
         progress: called now and then with the task, and the merged and the total number of its weights.
+        processes: that fold together, all of which make this call
+            (:func:`~safemerge_pl.folding.launch.join_processes`); each reads, folds and writes its own layers, and a
+            plain ``cuda`` is its own GPU.
 
     Returns:
-        The merger after the fold; of one in low memory the weights are in the output alone.
+        The merger after the fold; of one in low memory, or of several processes, the weights are in the output alone.
 
     Raises:
         CheckpointError: if anything does not fit; the output is then as it was.
     """
+    processes = Processes(shared=False) if processes is None else processes
     sources = name_list(incoming, "incoming")
     tasks = _tasks(task, sources)
     parse_size(max_shard_size)
+    if processes.apart:
+        device = processes.agree(lambda: choose_device(device))
     options: dict[str, Any] = {"layers": layers, "device": device, "on_mismatch": on_mismatch}
-    options["max_response"] = max_response
-    check_output(local_path(output), _inputs(pretrained, sources, merged, output))
+    options |= {"max_response": max_response, "processes": processes}
     place = local_path(output).resolve()
-    with output_lock(place), _open_base(pretrained, place, low_memory) as (base, workspace):
-        # the lock holds from reading yesterday's merge to writing today's
+
+    def begin() -> None:
+        check_output(local_path(output), _inputs(pretrained, sources, merged, output))
+        held.enter_context(output_lock(place))
+        shutil.rmtree(_work_folder(place), ignore_errors=True)  # of a process that was killed; nobody else has the lock
+
+    with ExitStack() as held:
+        # the lock of the first process holds from reading yesterday's merge to writing today's
+        processes.lead(begin)
+        require_shared_files(processes, place, [pretrained, *sources, *([] if merged is None else [merged])])
+        base, workspace = held.enter_context(_open_base(pretrained, place, low_memory, processes))
         if workspace is not None:
             options["workspace"] = workspace
         if merged is None:
@@ -99,28 +118,40 @@ def fold_once(
             merger = ContinualMerger(base, method, **options)
         else:
             merger = ContinualMerger.load(merged, base, method=method, **options)
-        require_output(merger.plan, local_path(output), dtype=dtype, max_shard_size=max_shard_size)
-        checkpoints = [_check(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
-        merger.progress = progress
+        written: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
+        processes.lead(lambda: require_output(merger.plan, local_path(output), **written))
+        checkpoints = processes.agree(
+            lambda: [_check(merger, source, name) for source, name in zip(sources, tasks, strict=True)]
+        )
+        for checkpoint in checkpoints:
+            require_same_model(processes, checkpoint)
+        merger.progress = progress if processes.rank == 0 else None
         for checkpoint, name in zip(checkpoints, tasks, strict=True):
             merger.fold(checkpoint, name)
-        merger.save(output, dtype=dtype, max_shard_size=max_shard_size, copy_code=copy_code)
+        merger.save(output, **written, copy_code=copy_code)
     merger.progress = None
     return merger
 
 
+def _work_folder(output: Path) -> Path:
+    """Where merged weights wait that stay out of memory: beside the output."""
+    return output.with_name(f".{output.name}.work")
+
+
 @contextmanager
-def _open_base(pretrained: str, output: Path, low_memory: bool | None) -> Iterator[tuple[Checkpoint, Path | None]]:
-    """The pretrained model, and a folder beside the output for a merge that stays out of memory, gone at the end."""
-    base = open_checkpoint(pretrained)
+def _open_base(
+    pretrained: str, output: Path, low_memory: bool | None, processes: Processes
+) -> Iterator[tuple[Checkpoint, Path | None]]:
+    """The pretrained model, and a folder for a merge that stays out of memory, gone at the end."""
+    base = processes.agree(lambda: open_checkpoint(pretrained))
+    require_same_model(processes, base)
     if low_memory is None:
         low_memory = 4 * sum(map(math.prod, base.shapes().values())) > _IN_MEMORY
-    folder = output.with_name(f".{output.name}.work")
-    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed; nobody else has the lock
+    folder = _work_folder(output)
     try:
-        yield base, folder if low_memory else None
+        yield base, (folder / str(processes.rank) if processes.apart else folder) if low_memory else None
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder / str(processes.rank) if processes.rank else folder, ignore_errors=True)
 
 
 def _check(merger: ContinualMerger, source: str, task: str) -> Fitted:
@@ -168,24 +199,39 @@ def _inputs(pretrained: str, sources: Sequence[str], merged: str | None, output:
 
 
 def run() -> None:
-    """Fold one model or several, from command line options."""
+    """Fold one model or several, from command line options; under torchrun several processes do it together."""
+    with join_processes() as processes:
+        options = _parse(processes)
+        before = time.perf_counter()
+        with FoldProgress() as progress:
+            merger = fold_once(**options, progress=progress, processes=processes)
+        if processes.rank == 0:
+            _say_what_was_done(merger, options, time.perf_counter() - before)
+
+
+def _parse(processes: Processes) -> dict[str, Any]:
+    """The options of this command; help and errors are printed by the first process alone."""
     parser = HintingParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
     parser.add_argument("--config", "-c", action="config")
-    parser.add_function_arguments(fold_once, skip={"progress"})
-    arguments, notes = read_recipes(sys.argv[2:])
-    for note in notes:
-        print(f"note: {note}")
-    if any(given.startswith("--method.") for given in arguments) and not {"--method", "--config", "-c"} & {
-        given.partition("=")[0] for given in arguments
-    }:
-        arguments = ["--method", "SafeMerge", *arguments]  # what is meant where only its settings are given
-    config = parser.instantiate(parser.parse_args(arguments))
+    parser.add_function_arguments(fold_once, skip={"progress", "processes"})
+    with ExitStack() as quiet:
+        if processes.rank:
+            nowhere = quiet.enter_context(open(os.devnull, "w"))
+            quiet.enter_context(redirect_stdout(nowhere))
+            quiet.enter_context(redirect_stderr(nowhere))
+        arguments, notes = read_recipes(sys.argv[2:])
+        for note in notes:
+            print(f"note: {note}")
+        if any(given.startswith("--method.") for given in arguments) and not {"--method", "--config", "-c"} & {
+            given.partition("=")[0] for given in arguments
+        }:
+            arguments = ["--method", "SafeMerge", *arguments]  # what is meant where only its settings are given
+        config = parser.instantiate(parser.parse_args(arguments))
     sys.argv[0] = Path(sys.argv[0]).name.replace("__main__.py", "safemerge")  # for the model card
-    options = {key: value for key, value in vars(config).items() if key != "config"}
-    before = time.perf_counter()
-    with FoldProgress() as progress:
-        merger = fold_once(**options, progress=progress)
-    seconds = time.perf_counter() - before
+    return {key: value for key, value in vars(config).items() if key != "config"}
+
+
+def _say_what_was_done(merger: ContinualMerger, options: dict[str, Any], seconds: float) -> None:
     count = 1 if isinstance(options["incoming"], str) else len(options["incoming"])
     for report in merger.reports[-count:]:
         print(

@@ -1,7 +1,7 @@
 """The response bound: how strongly the pretrained model reads what was merged, and how much of it is deployed."""
 
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Literal
 
 import torch
@@ -63,6 +63,7 @@ def measure_response(
     *,
     device: torch.device,
     processes: Processes,
+    owners: Mapping[str, int],
     own: MutableMapping[str, float],
 ) -> float:
     r"""The response of the accumulated vector: of all merged matrices together, or of all biases, if that is larger.
@@ -81,6 +82,7 @@ def measure_response(
         merged: gives a parameter with the unscaled accumulated vector in it, float32.
         device: where the arithmetic runs.
         processes: among which the matrices are shared out.
+        owners: rank of the process that has each parameter.
         own: the denominators that are known, by layer; filled here.
 
     Returns:
@@ -94,12 +96,16 @@ def measure_response(
             own[layer.name] = read_energy(base, base).item()
         return read_energy(update, base).item(), own[layer.name]
 
-    mine = processes.mine(matrices)
-    small = [layer for layer in mine if layer.entries <= MAX_CORE_ENTRIES and device.type == "cpu"]
-    found = dict(zip((layer.name for layer in small), map_on_cores(measure, small), strict=True))
-    found |= {layer.name: measure(layer) for layer in mine if layer.name not in found}
-    changes = [_measure_bias(pretrained(each.parameter), merged(each.parameter)) for each in biases]  # no work to share
-    return max(_ratio(processes.gather([found[layer.name] for layer in mine])), _ratio(changes))
+    def measure_own() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        mine = [each for each in matrices if processes.count == 1 or owners[each.parameter] == processes.rank]
+        small = [layer for layer in mine if layer.entries <= MAX_CORE_ENTRIES and device.type == "cpu"]
+        found = dict(zip((layer.name for layer in small), map_on_cores(measure, small), strict=True))
+        found |= {layer.name: measure(layer) for layer in mine if layer.name not in found}
+        mine = [each for each in biases if processes.count == 1 or owners[each.parameter] == processes.rank]
+        return list(found.values()), [_measure_bias(pretrained(e.parameter), merged(e.parameter)) for e in mine]
+
+    shares = zip(*processes.share(measure_own), strict=True)
+    return max(_ratio([pair for share in kind for pair in share]) for kind in shares)
 
 
 def _measure_bias(pretrained: Tensor, merged: Tensor) -> tuple[float, float]:

@@ -1,11 +1,10 @@
 """One fold: read, merge and collect stack by stack. The merger decides whether the result counts."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -27,13 +26,13 @@ from safemerge_pl.folding.stacks import (
     plan_stacks,
     stack_matrices,
 )
-from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
+from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, Vectors
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
 from safemerge_pl.runtime.cores import flat_parts, length_of, map_on_cores
 from safemerge_pl.runtime.disk_cache import CachedTensors
 from safemerge_pl.runtime.environment import machine_key
 
-__all__ = ["Folding"]
+__all__ = ["Folding", "plan_fold"]
 
 WORTH_KEEPING = 2**18
 """Entries of a matrix from which on a decomposition takes longer than reading a file."""
@@ -57,7 +56,8 @@ class Folding:
         current: gives a parameter as merged so far, float32.
         incoming: tensors of the incoming model by parameter.
         device: where the arithmetic runs.
-        processes: among which the stacks are shared out.
+        processes: among which the work is shared out.
+        owners: rank of the process that folds each parameter.
         reference: fingerprint of the pretrained layers.
         on_progress: called with the merged and the total number of weights.
         caches: what depends on the pretrained model alone, by device and layers of a stack; lives as the stream does.
@@ -77,6 +77,7 @@ class Folding:
     incoming: Mapping[str, Tensor]
     device: torch.device
     processes: Processes
+    owners: Mapping[str, int]
     reference: str
     caches: dict[tuple[str, ...], CachedTensors]
     on_progress: Callable[[int, int], None]
@@ -87,19 +88,37 @@ class Folding:
     _coarse: set[str] = field(default_factory=set)  # layers in which rounding is larger than the change
 
     def __post_init__(self) -> None:
-        if not self.method.concurrent:  # its state must see every stack
-            self.processes = Processes(shared=False)
+        if not (self.method.concurrent or self.processes.apart):  # its state must see every stack
+            self.processes, self.owners = Processes(shared=False), dict.fromkeys(self.owners, 0)
 
     def run(self, staged: MutableMapping[str, Tensor]) -> None:
-        """Put the new merged parameters into ``staged``.
+        """Put the new merged parameters that are this process's own into ``staged``.
 
         Raises:
             CheckpointError: naming the layer at which it cannot be done.
+            PeerError: if it cannot be done on another process.
         """
-        done, total = 0, sum(layer.entries for layer in (*self.layers, *self.others))
+        self.method.prepare(self.index, _Passes(self))
+        everybody = self.processes.share(lambda: self._fold_own(staged))
+        for found in everybody:
+            self.rows |= found.rows
+            self.notes += found.notes
+        self.solve_seconds = max(found.seconds for found in everybody)  # they ran side by side
+        losses = {number: losses for found in everybody for number, losses in found.losses.items()}
+        for _, summed in sorted(losses.items()):
+            self.losses = [a + b for a, b in zip(self.losses, summed, strict=True)] if self.losses else summed
+        self._rescale(staged)
+        self._note_rounding(set().union(*(found.coarse for found in everybody)))
+
+    def _fold_own(self, staged: MutableMapping[str, Tensor]) -> "_Found":
+        """Fold what is this process's own."""
+        numbers = {stack[0].name: number for number, stack in enumerate(self._stacks())}
+        own = [layer for layer in (*self.layers, *self.others) if self._is_own(layer)]
+        found = _Found(notes=self.notes, coarse=self._coarse)
+        done, total = 0, sum(layer.entries for layer in own)
         self.on_progress(done, total)
-        self.method.prepare(self.index, self._vectors)
         for layers, result, rows in self._results():
+            self.processes.check()
             for layer, row, matrix in zip(layers, rows, result.merged, strict=True):
                 if not row.sound:
                     raise CheckpointError(
@@ -109,17 +128,18 @@ class Folding:
                 self._place(staged, layer, matrix, alone=len(layers) == 1)
             done += sum(layer.entries for layer in layers)
             self.on_progress(done, total)
-            self.rows |= {row.layer: row for row in rows}
-            self.solve_seconds += result.solve_seconds
+            found.rows |= {row.layer: row for row in rows}
+            found.seconds += result.solve_seconds
             if result.losses is not None:
-                summed = result.losses.double().sum(1).tolist()
-                self.losses = [a + b for a, b in zip(self.losses, summed, strict=True)] if self.losses else summed
-        self._rescale(staged)
-        self._note_rounding()
+                found.losses[numbers[layers[0].name]] = result.losses.double().sum(1).tolist()
+        self.notes = []
+        return found
 
-    def _note_rounding(self) -> None:
-        """Say which layers, of all processes, were changed by less than their format rounds them."""
-        found = set().union(*self.processes.gather([sorted(self._coarse)]))
+    def _is_own(self, layer: MergeLayer) -> bool:
+        return self.owners[layer.parameter] == self.processes.rank
+
+    def _note_rounding(self, found: set[str]) -> None:
+        """Say which layers were changed by less than their format rounds them."""
         first = next((layer.name for layer in (*self.layers, *self.others) if layer.name in found), None)
         if first is not None:
             self.notes.append(
@@ -143,14 +163,9 @@ class Folding:
         staged[name] = whole
 
     def _results(self) -> Iterator[tuple[_Layers, StackResult, list[LayerReport]]]:
-        """Fold stack by stack, several at a time where there are cores or processes for them."""
-        for batch, on_cores in self._batches(self._plan(), self.processes.count):
-            mine = self.processes.mine(batch)
-            found = self.processes.agree(functools.partial(self._fold_batch, self.method.fold_stack, mine, on_cores))
-            shapes = [(len(layers), *layers[0].shape) for layers in batch]
-            results = self.processes.exchange(found, shapes, self.device)
-            longest = max(result.solve_seconds for result, _ in results)  # they ran side by side
-            results = [(replace(result, solve_seconds=longest / len(results)), rows) for result, rows in results]
+        """Fold stack by stack what is this process's own, several at a time where there are cores for them."""
+        for batch, on_cores in self._batches(self._plan()):
+            results = self._fold_batch(self.method.fold_stack, batch, on_cores)
             yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
         for batch, on_cores in self._batches([(layer,) for layer in self.others]):
             results = self._fold_rest(batch, on_cores)
@@ -161,16 +176,18 @@ class Folding:
         return self.device.type == "cpu" and self.method.concurrent
 
     def _plan(self) -> list[_Layers]:
-        return plan_stacks(self.layers, CORE_STACK_ENTRIES) if self._side_by_side else plan_stacks(self.layers)
+        return plan_fold(self.layers, self.method, self.device)
 
-    def _batches(self, plan: Sequence[_Layers], size: int = 1) -> Iterator[tuple[list[_Layers], bool]]:
-        """Stacks that are folded at the same time, ``size`` or more, and whether each gets a core to itself.
+    def _stacks(self) -> list[_Layers]:
+        """Everything that is folded, in order."""
+        return [*self._plan(), *((layer,) for layer in self.others)]
 
-        What is in a stack depends on shapes, method and kind of device only, never on the number of cores or processes.
-        """
-        for small, group in itertools.groupby(plan, lambda stack: stack[0].entries <= MAX_CORE_ENTRIES):
+    def _batches(self, plan: Sequence[_Layers]) -> Iterator[tuple[list[_Layers], bool]]:
+        """Own stacks that are folded at the same time, and whether each gets a core to itself."""
+        own = [stack for stack in plan if self._is_own(stack[0])]  # whoever owns one layer of a stack owns all
+        for small, group in itertools.groupby(own, lambda stack: stack[0].entries <= MAX_CORE_ENTRIES):
             stacks, on_cores = list(group), small and self._side_by_side
-            step = size * self.processes.threads if on_cores else size
+            step = torch.get_num_threads() if on_cores else 1
             yield from ((stacks[start : start + step], on_cores) for start in range(0, len(stacks), step))
 
     def _fold_batch(self, method: _Fold, batch: list[_Layers], on_cores: bool) -> list[Folded]:
@@ -212,15 +229,16 @@ class Folding:
         with _name_layers(batch[0]):
             return [fold_rows(self.method.fold_rest, layer.name, self.index, self._read(layer), self.device)]
 
-    def _vectors(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out]) -> Iterator[_Out]:
-        """See :class:`Vectors`."""
+    def look_at_own(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out]) -> Iterator[tuple[str, _Out]]:
+        """Own layers by name, with what ``look`` returns for the accumulated and the task vector of each."""
 
-        def read_and_look(layers: _Layers) -> _Out:
+        def read_and_look(layers: _Layers) -> tuple[str, _Out]:
             parts = zip(*(flat_parts(tensor, self.device) for tensor in self._read(layers[0])), strict=True)
             there = (tuple(part.to(self.device).float() for part in triple) for triple in parts)
-            return look((merged - base, incoming - base) for base, merged, incoming in there)
+            return layers[0].name, look((merged - base, incoming - base) for base, merged, incoming in there)
 
         for batch, on_cores in self._batches([(layer,) for layer in (*self.layers, *self.others)]):
+            self.processes.check()
             yield from (map_on_cores if on_cores else map)(read_and_look, batch)
 
     def _read_stack(self, layers: _Layers, device: torch.device) -> Stack:
@@ -255,12 +273,68 @@ class Folding:
         """Apply the method's factor to the accumulated vectors."""
         if type(self.method).rescale is MergeMethod.rescale:
             return
-        names = list(staged)
-        norm = math.hypot(*map_on_cores(lambda name: self._length(staged, name), names))
-        factor = self.method.rescale(norm)
-        for name in names if factor != 1.0 else ():
+        names = dict.fromkeys(layer.parameter for stack in self._stacks() for layer in stack)
+        own = [name for name in names if self.owners[name] == self.processes.rank]
+        lengths = self.processes.collect(
+            lambda: dict(zip(own, map_on_cores(lambda name: self._length(staged, name), own), strict=True))
+        )
+        factor = self.method.rescale(math.hypot(*(lengths[name] for name in names)))
+        if factor != 1.0:
+            self.processes.agree(lambda: self._multiply(staged, own, factor))
+
+    def _multiply(self, staged: MutableMapping[str, Tensor], names: Sequence[str], factor: float) -> None:
+        for name in names:
             base = self.pretrained[name].float()
             staged[name] = staged[name].sub_(base).mul_(factor).add_(base)
+
+
+@dataclass
+class _Found:
+    """What one process has found out, as plain values.
+
+    Attributes:
+        rows: one report per layer, by its name.
+        losses: summed over the layers of each stack, by its place in the plan.
+        seconds: wall time of the inner optimisations.
+        notes: what the user should know.
+        coarse: layers in which rounding is larger than the change.
+    """
+
+    rows: dict[str, LayerReport] = field(default_factory=dict)
+    losses: dict[int, list[float]] = field(default_factory=dict)
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    coarse: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Passes(Vectors):
+    """Passes over everything that is merged, each process over its own part."""
+
+    folding: Folding
+
+    def __call__(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out], /) -> Iterator[_Out]:
+        folding = self.folding
+        if folding.processes.count == 1:  # one after another, when they are asked for
+            yield from (seen for _, seen in folding.look_at_own(look))
+            return
+        seen = folding.processes.collect(lambda: dict(folding.look_at_own(look)))
+        yield from (seen[layer.name] for layer in (*folding.layers, *folding.others))
+
+    def add_up(self, counts: Tensor) -> Tensor:
+        return torch.stack(self.folding.processes.gather(counts)).sum(0)
+
+
+def plan_fold(layers: Sequence[MergeLayer], method: MergeMethod, device: torch.device) -> list[_Layers]:
+    """Stacks of a fold: what is in one depends on shapes, method and kind of device only, never on cores or processes.
+
+    Args:
+        layers: matrices that are merged in stacks.
+        method: how.
+        device: where.
+    """
+    side_by_side = device.type == "cpu" and method.concurrent
+    return plan_stacks(layers, CORE_STACK_ENTRIES) if side_by_side else plan_stacks(layers)
 
 
 @contextmanager

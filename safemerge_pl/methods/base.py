@@ -14,7 +14,7 @@ from torch import Tensor
 
 from safemerge_pl.architectures.layers import Scope
 
-__all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "clock", "mean_rule", "require_numbers"]
+__all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "add_up", "clock", "mean_rule", "require_numbers"]
 _Out = TypeVar("_Out")
 
 
@@ -26,9 +26,22 @@ class Vectors(Protocol):
 
         Args:
             look: gets flat parts of the accumulated and of the task vector; called on several threads at once where the
-                method is ``concurrent``.
+                method is ``concurrent``. Where several processes fold together each looks at its own tensors, and what
+                ``look`` returns for all of them reaches every process; what it counts elsewhere is added up by
+                :func:`add_up`.
         """
         ...
+
+
+def add_up(vectors: Vectors, counts: Tensor) -> Tensor:
+    """Add up what passes have counted on all processes of a fold; plain passes are of one process.
+
+    Args:
+        vectors: made the passes.
+        counts: of this process, on the CPU.
+    """
+    total: Callable[[Tensor], Tensor] | None = getattr(vectors, "add_up", None)
+    return counts if total is None else total(counts)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors, require_numbers
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors, add_up, require_numbers
 from safemerge_pl.runtime.cores import flat_parts
 
 __all__ = ["TiesMerging", "elect_and_sum", "trim_thresholds"]
@@ -108,7 +108,7 @@ def trim_thresholds(vectors: Vectors, top_k: float) -> tuple[float, float]:
     while shift < torch.finfo(kind).bits:
         digits = _Digits(prefixes, shift)
         kind = max(vectors(digits.count), key=lambda found: torch.finfo(found).bits)
-        counts = digits.counts[:, 1:-1]
+        counts = add_up(vectors, digits.counts)[:, 1:-1]
         if not shift:
             places = [max(size - int(size * top_k), 1) - 1 for size in counts.sum(1).tolist()]
         for row, below in enumerate(counts.cumsum(1)):

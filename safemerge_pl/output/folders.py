@@ -10,17 +10,18 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 
 from safemerge_pl.checkpoints.open import CheckpointError
+from safemerge_pl.folding.processes import Processes
 from safemerge_pl.output.files import STATE_FILE, is_weights
 from safemerge_pl.output.locks import BusyError, output_lock
 from safemerge_pl.output.state import read_state
 
-__all__ = ["check_output", "nearest", "recover_output", "require_space", "staged_folder"]
+__all__ = ["check_output", "nearest", "recover_output", "require_space", "staged_folder", "staged_together"]
 
 
 def check_output(folder: Path, inputs: tuple[Path, ...] = ()) -> None:
@@ -80,16 +81,34 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     check_output(folder)
     target = folder.resolve()  # behind a link: the link stays, its target is replaced
     staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    with _say_what_failed(folder), output_lock(target) as locked:
+        _sweep(target, locked)
+        staging.mkdir(parents=True)
+        try:
+            yield staging
+            _complete(staging, target)
+            _swap(staging, target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def staged_together(folder: Path, processes: Processes) -> Iterator[Path]:
+    """The same for several processes: the first makes the folder and puts it in its place, all write in it.
+
+    Raises:
+        CheckpointError: on the process that fails; on the others, that one has failed.
+    """
+    with ExitStack() as held, _say_what_failed(folder):
+        yield processes.lead(lambda: held.enter_context(staged_folder(folder)))
+        processes.lead(held.close)  # where the outcome of all was good
+
+
+@contextmanager
+def _say_what_failed(folder: Path) -> Iterator[None]:
+    """Have a failing system call say which output it was about, and that the earlier one is whole."""
     try:
-        with output_lock(target) as locked:
-            _sweep(target, locked)
-            staging.mkdir(parents=True)
-            try:
-                yield staging
-                _complete(staging, target)
-                _swap(staging, target)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+        yield
     except OSError as error:
         raise CheckpointError(
             f"the output {folder} could not be written ({error}); what was there before is untouched. Mend that, or "

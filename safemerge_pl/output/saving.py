@@ -2,9 +2,11 @@
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +19,9 @@ from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, m
 from safemerge_pl.checkpoints.tensors import View, is_floating, tied_names
 from safemerge_pl.checkpoints.values import require_values
 from safemerge_pl.folding.selection import MergePlan
+from safemerge_pl.folding.shares import deal_out
 from safemerge_pl.output.files import CARD_FILE, LEDGER_FILE, MASTER_FILE, STATE_FILE
-from safemerge_pl.output.folders import check_output, recover_output, require_space, staged_folder
+from safemerge_pl.output.folders import check_output, recover_output, require_space, staged_together
 from safemerge_pl.output.loaders import find_loader
 from safemerge_pl.output.model_card import model_card
 from safemerge_pl.output.side_files import OutputDtype, copy_side_files, output_notes, side_files
@@ -55,22 +58,21 @@ def save_merge(
     Raises:
         CheckpointError: if the folder cannot be used or written; what was there stays as it was.
     """
-    plan = state.plan
+    plan, processes = state.plan, state.processes
     base = plan.pretrained if template is None else open_checkpoint(template)
-    require_output(plan, folder, template=base, dtype=dtype, max_shard_size=max_shard_size)
+    processes.lead(lambda: require_output(plan, folder, template=base, dtype=dtype, max_shard_size=max_shard_size))
     names, merged = _find_merged(plan, base, state.merged)
+    owners = _writers(state, base, names, _specs(base, dtype))
 
     def read(name: str) -> Tensor:
         tensor = merged[names[name]] if name in names else base[name]
         require_values(tensor, name, base.source)
         return tensor
 
-    notes, loader = output_notes(base, code=copy_code), find_loader(base, code=copy_code)
-    with staged_folder(folder) as staging:
-        _require_unchanged(state, folder)
-        most = max_shard_size if loader.shards else sys.maxsize
-        write_weights(staging, loader.stem, _specs(base, dtype), read, most)
-        write_weights(staging, Path(MASTER_FILE).stem, _masters(plan), state.masters.__getitem__, max_shard_size)
+    loader = find_loader(base, code=copy_code)
+    notes = processes.agree(lambda: [] if processes.rank else output_notes(base, code=copy_code))
+
+    def write_rest(staging: Path) -> None:
         if base.folder is not None:
             copy_side_files(base.folder, staging, dtype, code=copy_code)
         card = model_card(state, base, dtype, notes, loader)
@@ -79,9 +81,42 @@ def save_merge(
         (staging / LEDGER_FILE).write_text("".join(line + "\n" for line in state.ledger), encoding="utf-8")
         text = json.dumps(state.values, indent=1, allow_nan=False)
         (staging / STATE_FILE).write_text(text, encoding="utf-8")  # last: its presence says that all is there
+
+    with staged_together(folder, processes) as staging:
+        processes.lead(lambda: _require_unchanged(state, folder))
+        most = max_shard_size if loader.shards else sys.maxsize
+        together: dict[str, Any] = {"processes": processes, "owners": owners}
+        write_weights(staging, loader.stem, _specs(base, dtype), read, most, **together)
+        together["owners"] = state.owners
+        stem = Path(MASTER_FILE).stem
+        write_weights(staging, stem, _masters(plan), state.masters.__getitem__, max_shard_size, **together)
+        processes.lead(lambda: write_rest(staging))
     for note in notes:
         _log.warning("note: %s", note)
     return SavedMerge(folder, dict(state.values))
+
+
+def _writers(
+    state: MergeState, base: Checkpoint, names: Mapping[str, str], specs: Mapping[str, TensorSpec]
+) -> dict[str, int]:
+    """Rank of the process that writes each tensor: who has it merged, and of the others who has least to write.
+
+    Raises:
+        CheckpointError: if a tensor of the output is made of several that different processes have.
+    """
+    count = state.processes.count
+    if count == 1:
+        return dict.fromkeys(specs, 0)
+    if not set(names.values()) <= state.owners.keys():
+        raise CheckpointError(
+            f"{base.source} is in another layout than {state.plan.pretrained.source}, which one process alone can "
+            "write; give a template in the same layout, or save in one process."
+        )
+    owners = {name: state.owners[names[name]] for name in specs if name in names}
+    loads = [0.0] * count
+    for name, rank in owners.items():
+        loads[rank] += specs[name].size + 4 * math.prod(specs[name].shape)  # and the float32 master
+    return owners | deal_out({name: spec.size for name, spec in specs.items() if name not in names}, loads)
 
 
 def read_merge(folder: Path) -> SavedMerge:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.folding.bound import MaxResponse
+from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.output.files import MASTER_FILE, STATE_FILE
@@ -34,6 +35,8 @@ class MergeState:
         ledger: one line of JSON per fold.
         label: name of the method.
         saved: the output that the merge was read from or written to last.
+        processes: that write it together, each the tensors that it has.
+        owners: rank of the process that has each parameter.
     """
 
     plan: MergePlan
@@ -44,6 +47,8 @@ class MergeState:
     ledger: Sequence[str]
     label: str
     saved: Path | None
+    processes: Processes
+    owners: Mapping[str, int]
 
 
 @dataclass(frozen=True)

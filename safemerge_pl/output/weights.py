@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from safemerge_pl.checkpoints.open import CheckpointError
 from safemerge_pl.checkpoints.safetensors_files import DTYPES
+from safemerge_pl.folding.processes import Processes
 
 __all__ = ["TensorSpec", "parse_size", "write_weights"]
 
@@ -57,10 +59,15 @@ def write_weights(
     specs: Mapping[str, TensorSpec],
     read: Callable[[str], Tensor],
     max_shard_size: int | str = "5GB",
+    *,
+    processes: Processes | None = None,
+    owners: Mapping[str, int] | None = None,
 ) -> None:
     """Write ``stem.safetensors``, or numbered shards and the index that transformers reads.
 
-    Each tensor is asked for when its turn comes and let go of at once, so one tensor is held at a time.
+    Each tensor is asked for when its turn comes and let go of at once, so one tensor is held at a time. Where several
+    processes write together, the first makes each file in its full length, and everybody puts tensors into their
+    places: which files there are, and their bytes, do not depend on the number of processes.
 
     Args:
         folder: where to.
@@ -68,6 +75,8 @@ def write_weights(
         specs: name -> shape and dtype of every tensor, in the order in which they are dealt out to the shards.
         read: gives a tensor by name; it is written in the dtype of its spec.
         max_shard_size: size that no shard exceeds, unless a single tensor does.
+        processes: that write together; all of them make this call.
+        owners: rank of the process that writes each tensor.
 
     Raises:
         CheckpointError: for a dtype that the format does not have.
@@ -83,32 +92,75 @@ def write_weights(
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=parse_size(max_shard_size),
     )
-    for file, names in split.filename_to_tensors.items():
-        _write_file(folder / file, {name: specs[name] for name in names}, read)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    processes = Processes(shared=False) if processes is None else processes
+    files = {folder / file: {name: specs[name] for name in names} for file, names in split.filename_to_tensors.items()}
+
+    def make_files() -> None:
+        for path, tensors in files.items():
+            with path.open("wb") as file:
+                header = _header(tensors)
+                file.write(header)
+                file.truncate(len(header) + sum(spec.size for spec in tensors.values()))
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+            (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def fill_files() -> None:
+        for path, tensors in files.items():
+            own = {name for name in tensors if owners is None or owners[name] == processes.rank}
+            _fill_file(path, tensors, own, read, processes)
+
+    processes.lead(make_files)
+    processes.agree(fill_files)
 
 
-def _write_file(path: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]) -> None:
-    """One file: length of the header, header, data. Wide dtypes stand first, so that every tensor is aligned."""
-    order = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
-    with path.open("wb") as file:
-        file.write(_header((name, specs[name]) for name in order))
-        for name in order:
-            spec, tensor = specs[name], read(name)
-            if tuple(tensor.shape) != spec.shape:
-                raise CheckpointError(f"`{name}` has shape {tuple(tensor.shape)}, expected {spec.shape}.")
-            flat = tensor.detach().to(device="cpu", dtype=spec.dtype).contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
+def _fill_file(
+    path: Path, specs: Mapping[str, TensorSpec], own: Set[str], read: Callable[[str], Tensor], processes: Processes
+) -> None:
+    """Put tensors into their places in a file that has its header and length."""
+    # for writing only: a client of NFS that may also read writes whole pages, and with them bytes of its neighbours
+    handle = os.open(path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+    try:
+        place = len(_header(specs))
+        for name in _order(specs):
+            spec = specs[name]
+            if name in own:
+                processes.check()
+                tensor = read(name)
+                if tuple(tensor.shape) != spec.shape:
+                    raise CheckpointError(f"`{name}` has shape {tuple(tensor.shape)}, expected {spec.shape}.")
+                flat = tensor.detach().to(device="cpu", dtype=spec.dtype).contiguous().reshape(-1)
+                os.lseek(handle, place, os.SEEK_SET)
+                _write_all(handle, flat.view(torch.uint8).numpy().data)
+            place += spec.size
+        if processes.count > 1:  # a disk that is full says so here at the latest; else all is synchronised at the end
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
-def _header(specs: Iterable[tuple[str, TensorSpec]]) -> bytes:
+def _write_all(handle: int, data: memoryview) -> None:
+    """Write all of it, which the system may do in parts."""
+    while data:
+        data = data[os.write(handle, data) :]
+
+
+def _order(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Names in the order of a file: wide dtypes stand first, so that every tensor is aligned."""
+    return sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
+
+
+def _header(specs: Mapping[str, TensorSpec]) -> bytes:
+    """Length of the header, and the header."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, spec in specs:
-        start, end = end, end + spec.size
-        entries[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+    for name in _order(specs):
+        start, end = end, end + specs[name].size
+        entries[name] = {
+            "dtype": _CODES[specs[name].dtype],
+            "shape": list(specs[name].shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

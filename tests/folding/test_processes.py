@@ -90,6 +90,6 @@ def _small_stacks(rank: int, folder: str) -> None:
 
 def test_without_a_launcher_a_process_is_alone() -> None:
     processes = Processes(shared=True)
-    assert (processes.count, processes.rank, processes.mine([1, 2])) == (1, 0, [1, 2])
+    assert (processes.count, processes.rank, processes.gather([1, 2])) == (1, 0, [[1, 2]])
     with pytest.raises(KeyError):
         processes.agree(lambda: {}["nothing"])

@@ -39,7 +39,7 @@ def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("kind", ["write", "rename", "fsync", "copyfile", "mkdir", "open", "write_text"])
+@pytest.mark.parametrize("kind", ["write", "tensor", "rename", "fsync", "copyfile", "mkdir", "open", "write_text"])
 @pytest.mark.parametrize("earlier", [False, True], ids=["new", "earlier merge"])
 def test_a_fault_at_any_call_leaves_the_earlier_merge(
     kind: str, earlier: bool, error: BaseException, swap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,7 +58,7 @@ def test_a_fault_at_any_call_leaves_the_earlier_merge(
         merger.save(out)
     assert bool(count.calls) == ((kind, swap, earlier) != ("rename", "one step", True))
     failed = 0
-    for at in range(0, count.calls, {"write": 7, "open": 3}.get(kind, 1)):
+    for at in range(0, count.calls, {"tensor": 7, "open": 3}.get(kind, 1)):
         shutil.rmtree(out)
         if earlier:
             shutil.copytree(yesterday, out)
