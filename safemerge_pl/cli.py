@@ -9,6 +9,7 @@ from typing import NamedTuple, NoReturn
 from safemerge_pl.runtime.configs import append_repeated, packaged_configs, resolve_configs
 from safemerge_pl.runtime.console import tolerate_names
 from safemerge_pl.runtime.names import did_you_mean
+from safemerge_pl.runtime.own_modules import find_modules_beside
 from safemerge_pl.version import __version__
 
 __all__ = ["VERBS", "Verb", "main"]
@@ -96,6 +97,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         # what verbs read, also in the processes that DDP starts
         sys.argv = [sys.argv[0], *append_repeated(resolve_configs(argv))]
+        find_modules_beside(sys.argv)
         getattr(importlib.import_module(module), function)()
     except Exception as error:
         if os.environ.get("SAFEMERGE_TRACEBACK") or not _is_for_the_user(error):
