@@ -284,6 +284,7 @@ class ContinualMerger:
         dtype: OutputDtype = "same",
         max_shard_size: int | str = "5GB",
         copy_code: bool = False,
+        scores: Mapping[str, float] | None = None,
     ) -> Path:
         """Write a complete model folder: weights, the base's other files, state, ledger, and a model card.
 
@@ -297,6 +298,7 @@ class ContinualMerger:
             max_shard_size: weights above this size are written in shards, with an index.
             copy_code: also copy the model's own Python files, which some models need to be loaded. They are never run
                 here.
+            scores: of the merge as it is, by set, in [0, 1], for the model card.
 
         Returns:
             The folder.
@@ -316,6 +318,7 @@ class ContinualMerger:
             saved=self.saved,
             processes=self.processes if self.processes.apart else Processes(shared=False),
             owners=self._owners() if self.processes.apart else dict.fromkeys(self.plan.parameters, 0),
+            scores=scores or {},
         )
         options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "copy_code": copy_code}
         written = save_merge(state, place, template=template, **options)

@@ -72,6 +72,7 @@ class MergedModelWriter(L.Callback):
                 dtype=self.dtype,
                 max_shard_size=self.max_shard_size,
                 copy_code=self.copy_code,
+                scores=getattr(pl_module, "last_scores", None),  # of the last epoch, that is of the last fold
             )
             if trainer.progress_bar_callback is not None:
                 trainer.progress_bar_callback.print(f"merged model: {folder}")

@@ -1,25 +1,26 @@
 """README.md of an output: what was merged from what, how, and how to load it."""
 
+import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from safemerge_pl.checkpoints.open import Checkpoint
+from safemerge_pl.output.card_data import card_data, find_licences
 from safemerge_pl.output.files import LEDGER_FILE
 from safemerge_pl.output.loaders import Loader
 from safemerge_pl.output.state import MergeState
 from safemerge_pl.runtime.environment import environment
-from safemerge_pl.runtime.files import local_path
 
-__all__ = ["model_card"]
+__all__ = ["model_card", "shorten_paths"]
 
 
 def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[str], loader: Loader) -> str:
     """The model card, with the front matter that the hub reads.
 
-    ``base_model`` is given where the base came from the hub; a local path means nothing to other readers.
+    Local paths are cut to their last part: the rest means nothing to other readers.
 
     Args:
         state: what was merged.
@@ -28,13 +29,6 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
         notes: what the output lacks.
         loader: how the output is loaded.
     """
-    from huggingface_hub import ModelCardData
-
-    front = ModelCardData(
-        base_model=_hub_id(base.source),
-        library_name=loader.library,
-        tags=["merge", "continual-learning", "safemerge_pl"],
-    )
     settings = state.values["method"]["init_args"]
     rows = [
         f"| {r.index} | {_cell(r.task)} | `{_cell(r.source)}` | {r.revision or ''} | `{r.incoming[:16]}` "
@@ -43,7 +37,7 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
     ]
     lines = [
         "---",
-        front.to_yaml(),
+        card_data(state, base, loader).to_yaml(),
         "---",
         "",
         "# Merged model",
@@ -61,13 +55,49 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
         "",
         f"Merged layers: `{state.values['merged']}`. Pretrained layers: `{state.values['reference']}`.",
         "",
+        *_scores(state),
         *_bound(state),
         f"- settings: {', '.join(f'{key}={value}' for key, value in settings.items()) or 'none'}",
         f"- command: `{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`",
         "- " + ", ".join(f"{key} {value}" for key, value in environment().items()),
+        *_licences(state, base),
         *(f"- note: {note}" for note in notes),
     ]
-    return "\n".join(lines) + "\n"
+    known = [base.source, str(base.folder), *(str(place) for r in state.reports for place in (r.source, r.path))]
+    return shorten_paths("\n".join(lines) + "\n", known)
+
+
+def shorten_paths(text: str, known: Iterable[str] = ()) -> str:
+    """Cut absolute paths to their last part.
+
+    Args:
+        text: with paths in it.
+        known: paths that may be in it, and may hold spaces.
+
+    Example:
+        >>> shorten_paths("of `/data/my models/vit` and /home/me/x.bin, see https://hub/a/b", ["/data/my models/vit"])
+        'of `vit` and x.bin, see https://hub/a/b'
+    """
+    for path in sorted(filter(os.path.isabs, known), key=len, reverse=True):
+        text = text.replace(path, Path(path).name)
+    start = r"(?<![\w.:/\\-])(?:~?/|[A-Za-z]:[/\\])"
+    return re.sub(start + r"(?:[^\s/\\'\"`,;:()\[\]]+[/\\])+(?=[^\s/\\])", "", text)
+
+
+def _scores(state: MergeState) -> list[str]:
+    """What the merge scores, where it was scored."""
+    if not state.scores:
+        return []
+    rows = [f"| {_cell(name)} | {100 * value:.1f} |" for name, value in state.scores.items()]
+    return ["Scored after the last fold, in %:", "", "| set | score |", "|---|---:|", *rows, ""]
+
+
+def _licences(state: MergeState, base: Checkpoint) -> list[str]:
+    """The licences of the models, where they differ."""
+    found = find_licences(state, base)
+    if len(set(found.values())) < 2:
+        return []
+    return [f"- licences, all of which bind the merge: {', '.join(f'{name} {of}' for name, of in found.items())}"]
 
 
 def _bound(state: MergeState) -> list[str]:
@@ -79,12 +109,6 @@ def _bound(state: MergeState) -> list[str]:
         f"- bound: response at most {bound:g}; unscaled it is {last.response:.4g}, so {last.scale:.1%} of the "
         "accumulated vector is deployed"
     ]
-
-
-def _hub_id(source: str) -> str | None:
-    """The base's name on the hub, without its revision."""
-    found = re.fullmatch(r"([\w.-]+/[\w.-]+)(@[\w./-]+)?", source)
-    return found[1] if found and not local_path(source).exists() else None
 
 
 def _cell(text: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class MergeState:
         saved: the output that the merge was read from or written to last.
         processes: that write it together, each the tensors that it has.
         owners: rank of the process that has each parameter.
+        scores: of the merge as it is, by set and by the names of the scores of a stream, for the card.
     """
 
     plan: MergePlan
@@ -49,6 +50,7 @@ class MergeState:
     saved: Path | None
     processes: Processes
     owners: Mapping[str, int]
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
