@@ -38,6 +38,7 @@ from safemerge_pl.methods.saved import (
     restore_method,
 )
 from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
+from safemerge_pl.output.publish import push_folder
 from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
@@ -331,6 +332,24 @@ class ContinualMerger:
             before.close()
         self.saved = place.resolve()
         return place
+
+    def push_to_hub(self, repo: str, *, private: bool = True, message: str | None = None) -> str:
+        """Put the folder that was saved last on the hub, file by file as it lies on disk.
+
+        Args:
+            repo: ``owner/name``: new, empty, or holding an earlier merge, which is replaced in one commit.
+            private: whether nobody else sees it when it is made; the visibility of one that is there stays.
+            message: of the commit; the tasks if left out.
+
+        Returns:
+            Its address.
+
+        Raises:
+            CheckpointError: if nothing was saved since the last fold, or the hub does not take it.
+        """
+        if self.saved is None or read_merge(self.saved).values.get("merged") != self.fingerprint():
+            raise CheckpointError(f"the merge is not saved as it is, so it cannot be put into {repo}: `save` it first.")
+        return push_folder(self.saved, repo, private=private, message=message or f"Merge {', '.join(self.tasks)}")
 
     @classmethod
     def load(

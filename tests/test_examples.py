@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -33,4 +34,23 @@ def test_the_example_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_no_example_is_forgotten() -> None:
-    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted([*LOOPS, "zoo_halves"])
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted([*LOOPS, "llama_lora", "zoo_halves"])
+
+
+def run_quick(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example as a person starts it, in this process."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--quick"])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_a_llama_by_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_quick("llama_lora", tmp_path, monkeypatch)
+    shown = capsys.readouterr().out
+    assert "Task Arithmetic: folded 'step4' as task 1" in shown
+    assert len(re.findall(r"^(?:pretrained|merged) +(?: +\d+\.\d){8}$", shown, re.MULTILINE)) == 2
+    assert len(re.findall(r"^merged, [+-]\d from 3: 3(?: \d+){5}$", shown, re.MULTILINE)) == 3
+    assert (tmp_path / "runs/llama_lora/merged/model.safetensors").exists()

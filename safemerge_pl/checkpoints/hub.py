@@ -9,7 +9,7 @@ from safemerge_pl.errors import CheckpointError
 __all__ = ["HEAD_FILES", "download"]
 
 _HUB_ID = re.compile(r"(?P<name>(?!\.)[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
-_SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.model.v[0-9]*", "*.tiktoken", "*.metadata"]
+_SIDE_FILES = ["*.json", "README.md", "*.txt", "*.model", "*.jinja", "*.model.v[0-9]*", "*.tiktoken", "*.metadata"]
 HEAD_FILES = ("*_linear.pt", "model_head.*")
 """Small weights beside those of a model: the heads of BGE-M3 and SetFit."""
 _LAYERS = "[0-9]_*/*.bin"

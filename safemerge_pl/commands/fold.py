@@ -24,6 +24,7 @@ from safemerge_pl.methods import MergeMethod
 from safemerge_pl.output.files import STATE_FILE
 from safemerge_pl.output.folders import check_output
 from safemerge_pl.output.locks import output_lock
+from safemerge_pl.output.publish import require_repo
 from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.shared_files import require_same_model, require_shared_files
 from safemerge_pl.output.side_files import OutputDtype
@@ -53,6 +54,7 @@ def fold_once(
     max_shard_size: int | str = "5GB",
     copy_code: bool = False,
     low_memory: bool | None = None,
+    push_to_hub: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     processes: Processes | None = None,
 ) -> ContinualMerger:
@@ -76,6 +78,8 @@ def fold_once(
         copy_code: also copy the model's own Python files. They are never run here.
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
             at a time; by default for models that take more than 4 GB in float32.
+        push_to_hub: also put the output on the hub as ``owner/name``, which is private if it is made now. That it can
+            be written is seen before the first fold.
         progress: called now and then with the task, and the merged and the total number of its weights.
         processes: that fold together, all of which make this call
             (:func:`~safemerge_pl.folding.launch.join_processes`); each reads, folds and writes its own layers, and a
@@ -98,6 +102,8 @@ def fold_once(
     place = local_path(output).resolve()
 
     def begin() -> None:
+        if push_to_hub is not None:
+            require_repo(push_to_hub)
         check_output(local_path(output), _inputs(pretrained, sources, merged, output))
         held.enter_context(output_lock(place))
         shutil.rmtree(_work_folder(place), ignore_errors=True)  # of a process that was killed; nobody else has the lock
@@ -129,6 +135,8 @@ def fold_once(
         for checkpoint, name in zip(checkpoints, tasks, strict=True):
             merger.fold(checkpoint, name)
         merger.save(output, **written, copy_code=copy_code)
+        if push_to_hub is not None:
+            processes.lead(lambda: merger.push_to_hub(push_to_hub))
     merger.progress = None
     return merger
 
@@ -247,3 +255,5 @@ def _say_what_was_done(merger: ContinualMerger, options: dict[str, Any], seconds
             print(f"note: {note}")
     tasks = f"{len(merger.tasks)} task{'' if len(merger.tasks) == 1 else 's'}"
     print(f"merged model: {options['output']}, {tasks}, SHA-256 {report.merged}, {seconds:.1f} s")
+    if options["push_to_hub"]:
+        print(f"on the hub: {options['push_to_hub']}, private unless it was public before")

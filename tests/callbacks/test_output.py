@@ -55,6 +55,10 @@ def test_output_is_checked_before_the_stream_and_loads_afterwards(
     assert AutoProcessor.from_pretrained(out) is not None
     again = ContinualMerger.load(out, FILES / "model")
     assert again.fingerprint() == direct(TASKS).fingerprint()
+    card = (out / "README.md").read_text()
+    assert module.last_scores
+    for name, score in module.last_scores.items():
+        assert f"| {name} | {100 * score:.1f} |" in card
 
 
 def test_a_disk_without_room_is_refused_before_the_stream(
