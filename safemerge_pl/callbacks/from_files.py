@@ -7,12 +7,14 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from safemerge_pl.callbacks.monitoring import announce_scores, refuse_unseen
 from safemerge_pl.callbacks.part import MergePart, require_started
 from safemerge_pl.checkpoints.module_weights import holds_exactly
 from safemerge_pl.checkpoints.open import CheckpointError, Source
 from safemerge_pl.data.experts import Experts, find_experts
 from safemerge_pl.folding.reparametrised import refuse_computed
 from safemerge_pl.merger import ContinualMerger, FoldReport
+from safemerge_pl.metrics import AccuracyMatrix
 
 __all__ = ["FromFiles"]
 
@@ -74,8 +76,12 @@ class FromFiles:
             )
         self._write(pl_module)
 
-    def on_train_start(self, trainer: L.Trainer) -> None:
-        """Do nothing: no loader is asked for the data of a task."""
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before the first fold: refuse callbacks that wait for scores which nobody measures."""
+        matrix = getattr(pl_module, "matrix", None)
+        if isinstance(matrix, AccuracyMatrix):
+            announce_scores(trainer, matrix.controls)
+            refuse_unseen(trainer, measured=True)
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before an epoch: fold what is due."""

@@ -16,6 +16,7 @@ from safemerge_pl.callbacks.guards import (
     say_what_is_merged,
     several_tasks,
 )
+from safemerge_pl.callbacks.monitoring import announce_scores, refuse_unseen
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.part import MergePart, require_started
 from safemerge_pl.callbacks.reloading import require_new_loader, require_reload
@@ -85,6 +86,7 @@ class Live:
         self.merged_in_place = False  # the module holds the merged weights, not those in training
         self.unscored = False  # folded, but its validation is still to come
         self.resumed = False  # and no task has begun since
+        self.checked = False  # that `metric` is logged
         self.loader: Any = None  # of the task in progress
         self.current: str | None = None  # what the `boundary` attribute says
 
@@ -115,9 +117,17 @@ class Live:
         except ValueError as error:
             raise MisconfigurationException(f"this module cannot be merged: {error}") from error
 
-    def on_train_start(self, trainer: L.Trainer) -> None:
-        """Before the first step, when the loaders are known: refuse those that cannot work."""
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before the first step, when the loaders are known: refuse what cannot work."""
         require_validation(trainer, self.options)
+        measured = self.scores.metric is not None or self.scores.score is not None
+        if measured:
+            announce_scores(trainer, self.scores.controls)
+        late = (
+            f"with `boundary='{self.boundary}'` a task is merged after its last validation, too late for that; read "
+            "`trainer.callback_metrics` after `fit`"
+        )
+        refuse_unseen(trainer, measured=measured, never=late if isinstance(self.boundary, str) else "")
         if several_tasks(trainer, self.options, self.epochs):
             require_reload(trainer, self.epochs_per_task, self.epochs, resumed=self.resumed)
 
@@ -139,6 +149,7 @@ class Live:
             for key in ("epochs", "closed", "merged_in_place", "unscored", "current"):
                 setattr(self, key, restored[key])
             self.scores.rows = list(restored["rows"])
+            self.checked = True  # a resumed validation may be the rest of one
 
     def begin_batch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before a batch: as before an epoch; before the very first, the weights that it starts from are there."""
@@ -172,6 +183,8 @@ class Live:
         require_started(self.merger).restart()
         trainer.strategy.setup_optimizers(trainer)  # fresh optimiser state and schedules
         self.merged_in_place = False
+        if self.scores.rows:
+            announce_scores(trainer, self.scores.controls)  # those of the merge are not those of a task in training
 
     def end_epoch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """After the last batch of an epoch, once: fold if the task ends here."""
@@ -186,10 +199,15 @@ class Live:
             self._fold(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Enter what the module logged, if it scored the merged weights."""
+        """Enter what the module logged, if it scored the merged weights; the first time see that it logs it at all."""
+        if self.scores.metric is None:
+            return
+        planned = self._planned(trainer) or [f"task{i + 1}" for i in range(len(trainer.num_val_batches))]
+        if not (self.checked or self.unscored):
+            self.scores.check(trainer, planned)
+        self.checked = True
         if self.unscored:
             self.unscored = False
-            planned = self._planned(trainer) or [f"task{i + 1}" for i in range(len(trainer.num_val_batches))]
             self._enter(trainer, pl_module, self.scores.read(trainer, planned))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from safemerge_pl.callbacks.from_files import FromFiles
 from safemerge_pl.callbacks.guards import refuse_unsupported
 from safemerge_pl.callbacks.live import Live
+from safemerge_pl.callbacks.monitoring import publish_scores
 from safemerge_pl.callbacks.options import LiveOptions
 from safemerge_pl.callbacks.part import MergePart, require_started
 from safemerge_pl.callbacks.scalars import log_fold
@@ -204,7 +205,7 @@ class MergeCallback(L.Callback):
         """Refuse a foreign checkpoint, and in training loaders that cannot work, now that they are known."""
         if self._mode.unsettled:
             refuse_foreign(trainer, self._steps)
-        self._mode.on_train_start(trainer)
+        self._mode.on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Fold what is due from a checkpoint; in training, begin the next task."""
@@ -289,10 +290,12 @@ class MergeCallback(L.Callback):
     ) -> None:
         """Log accuracies of the merged weights over the number of merged tasks, and tell other callbacks.
 
-        A callback with a method ``on_merge_scored(trainer, pl_module, merge, scores)`` gets them.
+        ACC, Gen, H and BWT are then in ``trainer.callback_metrics`` as ``stream/ACC`` and so on. A callback with a
+        method ``on_merge_scored(trainer, pl_module, merge, scores)`` gets them.
         """
         for logger in trainer.loggers:
             logger.log_metrics(tag_scores(scores, self.tasks, controls), step=len(self.tasks))
+        publish_scores(trainer, scores)
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if hasattr(callback, "on_merge_scored"):

@@ -2,7 +2,7 @@
 
 import difflib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -63,6 +63,31 @@ class StreamScores:
         keys = [f"{self.metric}/dataloader_idx_{i}" for i in range(loaders)] if loaders > 1 else [self.metric]
         return {name: logged[key] for name, key in zip(names, keys, strict=True) if key in logged}
 
+    def check(self, trainer: L.Trainer, planned: Sequence[str]) -> None:
+        """See at the first validation, long before the first boundary, that ``metric`` is logged at all, and as shares.
+
+        Which sets the module scores before a boundary is its own affair.
+
+        Args:
+            trainer: at the end of a validation. (In the sanity check Lightning shows no metric of several loaders.)
+            planned: names of all tasks.
+
+        Raises:
+            MisconfigurationException: naming what was logged instead.
+        """
+        assert self.metric is not None
+        logged, each = trainer.callback_metrics, "{task}" in self.metric
+        wanted = {self.metric.format(task=name) if each else self.metric for name in (*planned, *self.controls)}
+        names = {key for key in logged if key.partition("/dataloader_idx_")[0] in wanted}
+        found = trainer.strategy.broadcast({name: float(logged[name]) for name in names})
+        if not found:
+            raise self._missing(planned[0], logged)
+        for name, value in sorted(found.items()):
+            if abs(value) > 1.0:
+                raise MisconfigurationException(
+                    f"`metric`: '{name}' must be a share in [0, 1] (a correlation in [-1, 1]), got {value:g}."
+                )
+
     def enter(self, found: Mapping[str, Any], merged: Sequence[str], logged: Mapping[str, Any]) -> dict[str, float]:
         """Add the row after the latest merge.
 
@@ -80,11 +105,7 @@ class StreamScores:
         wanted = (*merged, *self.controls)
         missing = [name for name in wanted if name not in found]
         if missing:
-            where = f"`metric` '{self.metric}' was not logged" if self.metric else "`score` returned nothing"
-            known = {name.partition("/dataloader_idx_")[0] for name in (logged if self.metric else found)}
-            near = difflib.get_close_matches(self.metric or missing[0], known, n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else "."
-            raise MisconfigurationException(f"{where} for '{missing[0]}'{hint}")
+            raise self._missing(missing[0], logged if self.metric else found)
         lost: list[dict[str, float]] = [{}] * (len(merged) - 1 - len(self.rows))
         self.rows = [*self.rows[: len(merged) - 1], *lost, {name: float(found[name]) for name in wanted}]
         return self.scores(merged)
@@ -99,3 +120,11 @@ class StreamScores:
                 raise MisconfigurationException(f"a score cannot enter the accuracy matrix: {error}") from error
         values = {name: value.item() for name, value in matrix.compute().items() if not value.isnan()}
         return {**self.rows[-1], **values}
+
+    def _missing(self, name: str, known: Iterable[str]) -> MisconfigurationException:
+        """The error that a set was not measured, with the names that may have been meant."""
+        where = f"`metric` '{self.metric}' was not logged" if self.metric else "`score` returned nothing"
+        names = {key.partition("/dataloader_idx_")[0] for key in known}
+        near = difflib.get_close_matches(self.metric or name, names, n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else "."
+        return MisconfigurationException(f"{where} for '{name}'{hint}")
