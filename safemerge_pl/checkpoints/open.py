@@ -94,7 +94,8 @@ def open_checkpoint(source: Source, *, revision: str | None = None) -> Checkpoin
 
 def _open(source: Source, revision: str | None) -> Checkpoint:
     if isinstance(source, nn.Module):
-        opened = Memory(source.state_dict(), f"a {type(source).__name__} in memory")
+        name = f"a {type(source).__name__} in memory"
+        opened = Memory(tensors_of(source.state_dict(), name), name)
         to_dict = getattr(getattr(source, "config", None), "to_dict", dict)  # transformers' configurations have it
         opened.config = to_dict()
         return opened

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.checkpoints.refusals import refuse_impostor
+from safemerge_pl.checkpoints.values import plain_tensor
 from safemerge_pl.errors import CheckpointError
 
 __all__ = ["load_pickle", "read_pickle", "tensors_of"]
@@ -77,7 +78,7 @@ def tensors_of(content: Any, source: str) -> dict[str, Tensor]:
         return tensors_of(content[models[0]], source)
     if not tensors:
         raise CheckpointError(f"{source} holds no tensors by name: expected a state dict.")
-    return tensors
+    return {name: plain_tensor(tensor, name, source) for name, tensor in tensors.items()}
 
 
 def _is_model(key: str) -> bool:

@@ -23,6 +23,7 @@ from safemerge_pl.folding.stacks import (
     concatenate,
     copy_if_shared,
     fold_rows,
+    guard,
     plan_stacks,
     stack_matrices,
 )
@@ -164,8 +165,9 @@ class Folding:
 
     def _results(self) -> Iterator[tuple[_Layers, StackResult, list[LayerReport]]]:
         """Fold stack by stack what is this process's own, several at a time where there are cores for them."""
+        fold = guard(self.method, self.method.fold_stack)
         for batch, on_cores in self._batches(self._plan()):
-            results = self._fold_batch(self.method.fold_stack, batch, on_cores)
+            results = self._fold_batch(fold, batch, on_cores)
             yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
         for batch, on_cores in self._batches([(layer,) for layer in self.others]):
             results = self._fold_rest(batch, on_cores)
@@ -223,11 +225,12 @@ class Folding:
     def _fold_rest(self, batch: list[_Layers], on_cores: bool) -> list[Folded]:
         """Tensors outside of stacks; a large one, which takes room several times, a few rows at a time if it may be."""
         (layer,) = batch[0]
+        fold = guard(self.method, self.method.fold_rest)
         large = len(batch) == 1 and layer.entries > LARGE_ENTRIES  # several at once are small
         if not (large and self.method.elementwise):
-            return self._fold_batch(self.method.fold_rest, batch, on_cores)
+            return self._fold_batch(fold, batch, on_cores)
         with _name_layers(batch[0]):
-            return [fold_rows(self.method.fold_rest, layer.name, self.index, self._read(layer), self.device)]
+            return [fold_rows(fold, layer.name, self.index, self._read(layer), self.device)]
 
     def look_at_own(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out]) -> Iterator[tuple[str, _Out]]:
         """Own layers by name, with what ``look`` returns for the accumulated and the task vector of each."""

@@ -7,9 +7,14 @@ from safemerge_pl.runtime.cores import flat_parts, length_of
 
 __all__ = ["unrounded"]
 
+_LOOKED_AT = 256
+"""Entries by which it is seen that a tensor was not converted back from half precision."""
+
 
 def unrounded(base: Tensor, new: Tensor) -> tuple[Tensor, bool]:
-    """Incoming weights with the pretrained value wherever they are that value, rounded to their dtype.
+    """Incoming weights with the pretrained value wherever they are that value, rounded to the format they came from.
+
+    That is their dtype, or a narrower one of which they were converted back: all of them are exact in it then.
 
     Args:
         base: pretrained weights.
@@ -25,9 +30,10 @@ def unrounded(base: Tensor, new: Tensor) -> tuple[Tensor, bool]:
         (tensor([1.0001, 2.5000, 3.0000]), False)
     """
     wide = torch.promote_types(base.dtype, new.dtype)
-    if wide == new.dtype:  # nothing was lost on the way there
+    narrow = new.dtype if wide != new.dtype else _narrower(new)
+    if narrow is None:  # nothing was lost on the way there
         return new, False
-    rounded = base.to(new.dtype)
+    rounded = base.to(narrow).to(new.dtype)
     same = rounded == new
     if same.all():
         return base, False
@@ -35,6 +41,17 @@ def unrounded(base: Tensor, new: Tensor) -> tuple[Tensor, bool]:
         return new, False
     change, loss = (_distance(rounded, other) for other in (new, base))
     return torch.where(same, base.to(wide), new.to(wide)), loss > change
+
+
+def _narrower(tensor: Tensor) -> torch.dtype | None:
+    """A format of half precision that holds every entry of a wider tensor; ``None`` if there is none."""
+    if tensor.dtype not in (torch.float32, torch.float64):
+        return None
+    start = tensor.flatten()[:_LOOKED_AT] if tensor.is_contiguous() else tensor[:1].flatten()[:_LOOKED_AT]
+    for dtype in (torch.bfloat16, torch.float16):  # what has the bits of the first mostly fits into the second as well
+        if all(torch.equal(part.to(dtype).to(part.dtype), part) for part in (start, tensor)):
+            return dtype
+    return None
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

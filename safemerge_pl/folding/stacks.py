@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.layers import MergeLayer
+from safemerge_pl.errors import CheckpointError
 from safemerge_pl.folding.report import LayerReport, layer_rows, whole_row
-from safemerge_pl.methods.base import Stack, StackResult
+from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
 
 __all__ = [
     "CORE_STACK_ENTRIES",
@@ -20,6 +21,7 @@ __all__ = [
     "concatenate",
     "copy_if_shared",
     "fold_rows",
+    "guard",
     "plan_stacks",
     "stack_matrices",
 ]
@@ -74,6 +76,41 @@ def copy_if_shared(result: StackResult, stack: Stack) -> StackResult:
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     shared = result.merged.untyped_storage().data_ptr() in taken
     return replace(result, merged=result.merged.clone()) if shared else result
+
+
+def guard(method: MergeMethod, fold: Callable[[Stack], StackResult]) -> Callable[[Stack], StackResult]:
+    """Keep a method that is not from here from changing its inputs, which may be the models themselves.
+
+    Args:
+        method: how to merge.
+        fold: its function for a stack.
+
+    Returns:
+        ``fold`` itself for a method of this package, else one that gives it a stack of its own and looks at the result.
+
+    Raises:
+        CheckpointError: when called, if the method gives something else than a :class:`StackResult`.
+
+    Example:
+        >>> from safemerge_pl.methods import TaskArithmetic
+        >>> method = TaskArithmetic()
+        >>> guard(method, method.fold_stack) == method.fold_stack
+        True
+    """
+    if type(method).__module__.startswith("safemerge_pl.methods."):
+        return fold
+
+    def call(stack: Stack) -> StackResult:
+        own = {name: getattr(stack, name).clone() for name in ("pretrained", "merged", "incoming")}
+        result = fold(replace(stack, **own))
+        if not isinstance(result, StackResult) or not isinstance(result.merged, Tensor):
+            raise CheckpointError(
+                f"{type(method).__name__}.{fold.__name__} gave {type(result).__name__}, where a StackResult with a "
+                "tensor belongs."
+            )
+        return result
+
+    return call
 
 
 def concatenate(parts: list[Folded]) -> Folded:

@@ -117,3 +117,27 @@ def test_a_change_smaller_than_the_rounding_is_noted() -> None:
     assert merged(base, grown, TaskArithmetic()).reports[0].notes == ()
     large = {name: base[name] + tiny.randn(16, 16, seed=2) * (tiny.randn(16, 16, seed=3) > 1)}
     assert merged(base, {name: large[name].bfloat16()}, TaskArithmetic()).reports[0].notes == ()
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_what_was_rounded_and_converted_back_is_told_by_its_values(stored: torch.dtype, wide: torch.dtype) -> None:
+    """Trained or merged in half precision and saved in float32: the dtype no longer says so."""
+    base = {"layers.0.self_attn.q_proj.weight": tiny.randn(8, 8), "layers.0.self_attn.k_proj.weight": tiny.randn(8, 8)}
+    q, k = base
+    expert = base | {q: base[q] + 0.1 * tiny.randn(8, 8, seed=1)}
+    direct = merged(base, {name: tensor.to(stored) for name, tensor in expert.items()}, OPCM())
+    back = merged(base, {name: tensor.to(stored).to(wide) for name, tensor in expert.items()}, OPCM())
+    assert torch.equal(back.merged[k], base[k])
+    tiny.assert_same(back.merged, direct.merged)
+
+
+def test_a_change_in_full_precision_is_no_rounding() -> None:
+    """However many of its first entries are exact in half precision."""
+    base = tiny.randn(64, 8)
+    new = base.half().float()
+    new[-1, -1] += 1e-5
+    assert torch.equal(unrounded(base, new)[0], new)
+    turned = base.T
+    assert torch.equal(unrounded(turned, new.T)[0], new.T)
+    assert torch.equal(unrounded(turned, base.half().float().T)[0], turned)

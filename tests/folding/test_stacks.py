@@ -1,16 +1,19 @@
 """The plan of stacks; matrices into a stack, and results out of it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import tiny
 import torch
 
 from safemerge_pl.architectures.layers import MergeLayer
+from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.folding import stacks
 from safemerge_pl.folding.report import LayerReport
-from safemerge_pl.folding.stacks import concatenate, copy_if_shared, fold_rows, plan_stacks, stack_matrices
-from safemerge_pl.methods import Stack, StackResult, TaskArithmetic
+from safemerge_pl.folding.stacks import concatenate, copy_if_shared, fold_rows, guard, plan_stacks, stack_matrices
+from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import MergeMethod, SafeMerge, Stack, StackResult, TaskArithmetic
 
 
 def make_layers(shapes: list[tuple[int, int]], prefix: str = "a") -> list[MergeLayer]:
@@ -112,3 +115,61 @@ def test_rows_at_a_time_give_the_tensor_at_once(shape: tuple[int, ...], monkeypa
     assert found.merged.shape == (1, *shape)
     assert part.task_norm == pytest.approx(whole.task_norm)
     assert part.update_norm == pytest.approx(whole.update_norm)
+
+
+@dataclass
+class InPlace(MergeMethod):
+    """Somebody else's method, which saves memory where it should not."""
+
+    label = "In place"
+    merges_rest = True
+    field: str = "merged"
+    fails: bool = False
+
+    def fold_stack(self, stack: Stack) -> StackResult:
+        getattr(stack, self.field).mul_(2)
+        if self.fails:
+            raise RuntimeError("in the middle")
+        return StackResult(stack.merged + stack.task_vector)
+
+    fold_rest = fold_stack
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("field", ["pretrained", "merged", "incoming"])
+def test_a_method_that_changes_its_inputs_changes_no_model(field: str, fails: bool) -> None:
+    """A stack of one matrix is the model's own memory; a second fold starts from what was merged in the first."""
+    base = {"layers.0.mlp.fc1.weight": tiny.randn(8, 4), "layers.0.mlp.fc1.bias": tiny.randn(8)}
+    merger = ContinualMerger(base, tiny.Add())
+    merger.fold(tiny.tuned(base, 1), "one")
+    before, own = tiny.copied(merger.merged), tiny.copied(merger.pretrained)
+    expert = tiny.tuned(base, 2)
+    kept = tiny.copied(expert)
+    merger.method = InPlace(field, fails)
+    if fails:
+        with pytest.raises(CheckpointError, match="in the middle"):
+            merger.fold(expert, "two")
+        tiny.assert_same(merger.merged, before)
+    else:
+        report = merger.fold(expert, "two")
+        length = (expert["layers.0.mlp.fc1.weight"] - base["layers.0.mlp.fc1.weight"]).norm()
+        assert report.layers[0].task_norm == pytest.approx(float(length), rel=1e-5)
+    tiny.assert_same(tiny.copied(merger.pretrained), own)
+    tiny.assert_same(expert, kept)
+
+
+@pytest.mark.parametrize("result", [None, torch.ones(1, 8, 4), StackResult(None)])  # type: ignore[arg-type]
+def test_what_is_no_result_is_named(result: Any) -> None:
+    class Wrong(tiny.Add):
+        def fold_stack(self, stack: Stack) -> StackResult:
+            return result  # type: ignore[no-any-return]
+
+    base = {"layers.0.mlp.fc1.weight": tiny.randn(8, 4)}
+    with pytest.raises(CheckpointError, match=r"Wrong\.fold_stack gave \w+, where a StackResult"):
+        ContinualMerger(base, Wrong()).fold(tiny.tuned(base, 1), "task1")
+
+
+def test_our_own_methods_get_the_stack_as_it_is() -> None:
+    method = SafeMerge()
+    assert guard(method, method.fold_stack) == method.fold_stack
+    assert guard(tiny.Add(), tiny.Add().fold_stack) != tiny.Add().fold_stack
