@@ -103,6 +103,7 @@ class LiveMerger:
         if pretrained is not None:
             tensors |= read_for_module(module, tensors, pretrained)
         self.merger = ContinualMerger(tensors, method, layers=layers, device=device, max_response=max_response)
+        self.merger.leaves_rest = rest == "pretrained"
         if pretrained is None:
             self.pretrained.source = f"the {type(module).__name__} before training"
         normalised = [name for name, part in module.named_modules() if _has_statistics(part)]
@@ -113,6 +114,10 @@ class LiveMerger:
                 f"{fate}; if you have data, renew them with torch.optim.swa_utils.update_bn.",
                 stacklevel=2,
             )
+
+    def __str__(self) -> str:
+        """What is merged into what, in a few sentences."""
+        return str(self.merger)
 
     @property
     def plan(self) -> MergePlan:

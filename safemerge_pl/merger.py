@@ -22,8 +22,11 @@ from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE, LazyTensors, hash_e
 from safemerge_pl.checkpoints.values import require_dtype, require_finite, require_values
 from safemerge_pl.folding.bound import MaxResponse, choose_bound, measure_response, scale_vector
 from safemerge_pl.folding.engine import Folding, plan_fold
+from safemerge_pl.folding.fates import Taken, add_up
+from safemerge_pl.folding.leading import QUICKLY_DECOMPOSED, LeadingDirections
+from safemerge_pl.folding.left_out import describe_merge, measure_left, remark
 from safemerge_pl.folding.processes import Processes
-from safemerge_pl.folding.report import FoldReport, LayerReport
+from safemerge_pl.folding.report import FoldReport, LayerReport, leading_of
 from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.folding.shares import divide_work
 from safemerge_pl.folding.store import DiskTensors
@@ -131,6 +134,8 @@ class ContinualMerger:
         self._own_energies: dict[str, float] = {}  # of the pretrained matrices, for the response
         self._caches: dict[tuple[str, ...], CachedTensors] = {}
         self._divided: tuple[Processes | None, torch.device, dict[str, int]] = (None, self.device, {})
+        self._leading = LeadingDirections(self.plan.parameters, self.pretrained)
+        self.leaves_rest = True  # what is not merged is pretrained; somebody may keep it as trained
         with exact_arithmetic(self.device):
             for name in self.plan.parameters:
                 require_dtype(self.pretrained, name)
@@ -204,6 +209,10 @@ class ContinualMerger:
         """SHA-256 of the merged layers as deployed, in float32, the same for every library that stores the model."""
         return self._now.reports[-1].merged if self._now.reports else self.reference
 
+    def __str__(self) -> str:
+        """What is merged into what, in a few sentences."""
+        return describe_merge(self.plan, self.method.label, self._now.reports)
+
     def fold(self, incoming: Source, task: str) -> FoldReport:
         """Merge one more model, wholly or not at all.
 
@@ -222,6 +231,7 @@ class ContinualMerger:
         try:
             with exact_arithmetic(self.device):
                 fitted, hashed, likeness = self._examine(incoming, task)
+                left = measure_left(fitted, self.pretrained, self.processes) if self.leaves_rest else {}
                 folding = self._folding(fitted, task)
                 staged = self.processes.agree(self._room)
                 folding.run(staged)
@@ -229,6 +239,7 @@ class ContinualMerger:
                 merged = self._hash(self._deploy(staged.__getitem__, scale), self.processes.count > 1)
                 rows = [folding.rows[layer.name] for layer in self.plan.units]
                 strange = likeness.notes(self._lengths, {row.layer: row.task_norm for row in rows})
+                shares, leading = add_up(self._taken(rows), left), leading_of(rows)
                 report = FoldReport(
                     task=task,
                     index=len(before.reports) + 1,
@@ -240,9 +251,16 @@ class ContinualMerger:
                     kept_fraction=self._kept_fraction(rows),
                     losses=tuple(folding.losses),
                     layers=tuple(rows),
-                    notes=(*self._notes(fitted, rows, hashed), *strange, *folding.notes),
+                    notes=(
+                        *self._notes(fitted, rows, hashed),
+                        *strange,
+                        *folding.notes,
+                        *remark(left, shares, leading, [report.leading for report in before.reports]),
+                    ),
                     response=response,
                     scale=scale,
+                    shares=shares,
+                    leading=leading,
                     **provenance(fitted),
                 )
                 line = self.processes.agree(lambda: self._ledger_line(report))
@@ -526,6 +544,11 @@ class ContinualMerger:
         entries = [layer.entries for layer in self.plan.units]
         return sum(row.kept_fraction * size for row, size in zip(rows, entries, strict=True)) / sum(entries)
 
+    def _taken(self, rows: Sequence[LayerReport]) -> Iterator[Taken]:
+        for layer, row in zip(self.plan.units, rows, strict=True):
+            merged = 1.0 if row.taken is None else row.taken
+            yield Taken(layer.parameter, row.task_norm**2, merged, row.recovered or 0.0)
+
     def _counts(self) -> dict[str, int]:
         """How many tasks have changed each layer so far."""
         return Counter(row.layer for report in self._now.reports for row in report.layers if row.task_norm)
@@ -557,6 +580,7 @@ class ContinualMerger:
         return fitted
 
     def _folding(self, incoming: Fitted, task: str) -> Folding:
+        quick = self.method.scope != "none" or self._leading.width <= QUICKLY_DECOMPOSED
         return Folding(
             method=self.method,
             index=len(self._now.reports) + 1,
@@ -571,6 +595,8 @@ class ContinualMerger:
             owners=self._owners(),
             reference=self.reference,
             caches=self._caches,
+            # the directions of an adapter are those that it began with
+            leading=self._leading if quick and not incoming.is_adapter else None,
             on_progress=functools.partial(self.progress or (lambda *_: None), task),
         )
 

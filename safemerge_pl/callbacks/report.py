@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ class StreamReport(L.Callback):
             "accuracies": {key: value for key, value in scores.items() if key not in SCORES},
             "kept_fraction": fold.kept_fraction,
             **({} if fold.response is None else {"response": fold.response, "scale": fold.scale}),
+            **({"shares": [asdict(group) for group in fold.shares]} if fold.shares else {}),
+            **({} if fold.leading is None else {"leading": fold.leading}),
             "loss_first": fold.losses[0] if fold.losses else None,
             "loss_last": fold.losses[-1] if fold.losses else None,
             "source": fold.source,

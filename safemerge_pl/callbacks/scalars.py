@@ -1,12 +1,20 @@
 """The numbers of a fold that loggers get."""
 
+import functools
 from collections.abc import Callable
 
 import lightning as L
 
+from safemerge_pl.folding.fates import FATES, total
 from safemerge_pl.folding.report import FoldReport
 
 __all__ = ["FOLD_SCALARS", "log_fold"]
+
+
+def _share(report: FoldReport, fate: str) -> float | None:
+    """What became of the squared task vector, all groups together."""
+    return getattr(total(report.shares), fate) if report.shares else None
+
 
 FOLD_SCALARS: dict[str, Callable[[FoldReport], float | None]] = {
     "merge/kept_fraction": lambda report: report.kept_fraction,
@@ -15,6 +23,8 @@ FOLD_SCALARS: dict[str, Callable[[FoldReport], float | None]] = {
     "merge/update_norm": lambda report: sum(row.update_norm**2 for row in report.layers) ** 0.5,
     "merge/response": lambda report: report.response,
     "merge/scale": lambda report: None if report.response is None else report.scale,
+    **{f"merge/share/{fate}": functools.partial(_share, fate=fate) for fate in FATES},
+    "merge/leading": lambda report: report.leading,
     "merge/loss_first": lambda report: report.losses[0] if report.losses else None,
     "merge/loss_last": lambda report: report.losses[-1] if report.losses else None,
 }

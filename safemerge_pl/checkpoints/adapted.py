@@ -145,6 +145,10 @@ class BoundAdapter(View):
         found = self._adapter[saved.key]
         return saved.order.apply(found if saved.taken is None else found[slice(*saved.taken)])
 
+    def touches(self, name: str) -> bool:
+        """Whether the adapter changes a tensor of the base, or stands in for it."""
+        return name in self._deltas or name in self._replaced
+
     def require_change(self, names: Iterable[str], *, values: bool = True) -> None:
         """Refuse an adapter that leaves all of these tensors as they are: it would be merged without effect.
 
@@ -155,7 +159,7 @@ class BoundAdapter(View):
         Raises:
             CheckpointError: if none is changed.
         """
-        touched = [name for name in names if name in self._deltas or name in self._replaced]
+        touched = [name for name in names if self.touches(name)]
         if not touched:
             changed = [*self._deltas, *self._replaced]
             raise CheckpointError(

@@ -13,6 +13,7 @@ from safemerge_pl.checkpoints.differences import Cut, Mismatch, differences, is_
 from safemerge_pl.checkpoints.layouts import convert_layout, turn_alike
 from safemerge_pl.checkpoints.names import names_alike
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, match_names
+from safemerge_pl.checkpoints.tensors import is_floating, tied_names
 from safemerge_pl.checkpoints.values import require_dtype, require_finite
 
 __all__ = ["Fitted", "align", "bind_adapter", "fit"]
@@ -30,6 +31,8 @@ class Fitted(Checkpoint):
     Attributes:
         incoming: see above.
         names: see above.
+        beside: what else both models have in floating point and one shape, tied tensors once: pretrained name -> the
+            name in ``incoming``.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Fitted(Checkpoint):
     ) -> None:
         self.source, self.folder, self.notes = incoming.source, incoming.folder, incoming.notes
         self.names = dict(names)
+        self.beside: dict[str, str] = {}
         self.incoming, self._pretrained, self._on_mismatch = incoming, pretrained, on_mismatch
 
     def __getitem__(self, name: str) -> Tensor:
@@ -55,6 +59,17 @@ class Fitted(Checkpoint):
     def dtype(self, name: str) -> torch.dtype:
         """See :class:`Checkpoint`."""
         return self.incoming.dtype(self.names[name])
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter on the pretrained model."""
+        return isinstance(self.incoming, BoundAdapter)
+
+    def changed_beside(self) -> list[str]:
+        """Names of the tensors beside that may differ; an adapter tells which it does not touch."""
+        if isinstance(self.incoming, BoundAdapter):
+            return [name for name, theirs in self.beside.items() if self.incoming.touches(theirs)]
+        return list(self.beside)
 
     def was_made_for(self, pretrained: Checkpoint, parameters: Sequence[str], on_mismatch: Mismatch) -> bool:
         """Whether these are the parameters of this very model, so that it need not be matched again."""
@@ -171,8 +186,26 @@ def align(
         checkpoint = Cut(checkpoint, pretrained, cut)
         notes += [f"`{theirs}` is merged in the rows that both models have" for theirs in cut]
     fitted = Fitted(checkpoint, pretrained, names, on_mismatch)
+    fitted.beside = _find_beside(pretrained, names, checkpoint)
     fitted.notes = tuple(dict.fromkeys((*checkpoint.notes, *notes)))
     return fitted
+
+
+def _find_beside(pretrained: Checkpoint, names: Mapping[str, str], checkpoint: Checkpoint) -> dict[str, str]:
+    """Tensors that both models have and that are not wanted: pretrained name -> the name in the other."""
+    aliases = tied_names(pretrained)
+    wanted = {aliases.get(name, name) for name in names}
+    unwanted = (name for name in pretrained if name not in aliases and name not in wanted)
+    # running statistics are no weights: nobody trains them
+    rest = [n for n in unwanted if is_floating(pretrained, n) and not n.endswith(("running_mean", "running_var"))]
+    found = names_alike(names, rest, checkpoint)
+    taken, beside = set(names.values()), dict[str, str]()
+    for name, theirs in found.items():
+        same = pretrained.shape(name) == checkpoint.shape(theirs) and is_floating(checkpoint, theirs)
+        if same and theirs not in taken:
+            beside[name] = theirs
+            taken.add(theirs)
+    return beside
 
 
 def bind_adapter(

@@ -14,6 +14,7 @@ from safemerge_pl.commands.fit import build_cli
 from safemerge_pl.data.experts import find_experts
 from safemerge_pl.data.images import ImageSet
 from safemerge_pl.data.module import StreamDataModule
+from safemerge_pl.folding.leading import QUICKLY_DECOMPOSED, LeadingDirections, standing_out
 from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.folders import nearest
@@ -91,13 +92,20 @@ def check_stream(
         experts = find_experts(merge.experts, list(data.stream))
     except MisconfigurationException as error:
         return facts, [*problems, *str(error).splitlines()]
+    leading, usual = LeadingDirections(plan.parameters, base), list[float | None]()
     for task, source in experts.items():
         try:
             opened = open_checkpoint(source)
             incoming = fit(base, plan.parameters, opened, values=False, on_mismatch=merge.on_mismatch)
             facts += [f"task '{task}': {note}" for note in incoming.notes]
+            quick = not incoming.is_adapter and leading.width <= QUICKLY_DECOMPOSED
+            share = leading.share(incoming) if quick else None
         except ValueError as error:
             problems.append(f"task '{task}': {error}")
+            continue
+        told = standing_out(share, usual)
+        facts += [f"task '{task}': {told}"] if told else []
+        usual.append(share)
     facts.append(f"{len(data.stream)} tasks: {', '.join(data.stream)}")
     facts.append(f"control sets: {', '.join(data.controls) or 'none (no Gen. and no H-score)'}")
     facts.append(f"method: {type(merge.method).__name__} {merge.method.settings()}")

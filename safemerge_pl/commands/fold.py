@@ -17,6 +17,7 @@ from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
 from safemerge_pl.commands.parsers import HintingParser
 from safemerge_pl.commands.recipe import read_recipes
 from safemerge_pl.folding.bound import MaxResponse
+from safemerge_pl.folding.fates import in_words
 from safemerge_pl.folding.launch import choose_device, join_processes
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.merger import ContinualMerger
@@ -246,6 +247,8 @@ def _say_what_was_done(merger: ContinualMerger, options: dict[str, Any], seconds
             f"{merger.method.label}: folded '{report.task}' as task {report.index} in {report.seconds:.1f} s, "
             f"{report.kept_fraction:.0%} of its entries in {len(report.layers)} layers"
         )
+        if report.shares:
+            print(in_words(report.shares))
         if report.response is not None:
             print(
                 f"bound: {report.scale:.1%} of the accumulated vector is deployed (response {report.response:.4f}, "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.errors import CheckpointError
+from safemerge_pl.folding.leading import LeadingDirections
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import LayerReport, layer_rows
 from safemerge_pl.folding.rounding import unrounded
@@ -61,6 +62,7 @@ class Folding:
         owners: rank of the process that folds each parameter.
         reference: fingerprint of the pretrained layers.
         on_progress: called with the merged and the total number of weights.
+        leading: leading directions of pretrained matrices, against which changes are held; ``None`` for none.
         caches: what depends on the pretrained model alone, by device and layers of a stack; lives as the stream does.
         rows: one report per layer, by its name.
         losses: of the inner optimisations, summed over layers: before each step and after the last.
@@ -82,6 +84,7 @@ class Folding:
     reference: str
     caches: dict[tuple[str, ...], CachedTensors]
     on_progress: Callable[[int, int], None]
+    leading: LeadingDirections | None = None
     rows: dict[str, LayerReport] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     solve_seconds: float = 0.0
@@ -216,11 +219,20 @@ class Folding:
             with exact_arithmetic(device), _name_layers(layers):  # these settings are per thread
                 stack = self._read_stack(layers, device)
                 result = copy_if_shared(method(stack), stack)
-                return result, layer_rows(stack, result)
+                return result, self._with_leading(layers, stack, layer_rows(stack, result))
         except torch.OutOfMemoryError as error:
             if len(layers) == 1 and device.type == "cpu":
                 raise CheckpointError(f"layer {layers[0].name}: {error}") from error
         return None  # outside of the handler, which keeps the tensors of the failed attempt alive
+
+    def _with_leading(self, layers: _Layers, stack: Stack, rows: list[LayerReport]) -> list[LayerReport]:
+        """The reports, with where the change of those layers lies that are looked at."""
+        for place, layer in enumerate(layers):
+            part = None if self.leading is None else self.leading.part_of(layer)
+            if part is not None and self.leading is not None:
+                inside, whole = self.leading.inside(part, stack.pretrained[place], stack.task_vector[place])
+                rows[place] = replace(rows[place], leading=inside / whole if 0 < whole < math.inf else None)
+        return rows
 
     def _fold_rest(self, batch: list[_Layers], on_cores: bool) -> list[Folded]:
         """Tensors outside of stacks; a large one, which takes room several times, a few rows at a time if it may be."""

@@ -1,15 +1,18 @@
 """What one fold did, layer by layer."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from safemerge_pl.folding.fates import FATES, GroupShares, in_words, total
 from safemerge_pl.methods.base import Stack, StackResult
 from safemerge_pl.runtime.cores import distances
 
-__all__ = ["FoldReport", "LayerReport", "layer_rows", "whole_row"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["FoldReport", "LayerReport", "layer_rows", "leading_of", "whole_row"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class LayerReport:
         loss_last: loss after it.
         task_norm: Frobenius norm of the task vector.
         update_norm: Frobenius norm of what was added to the merged weights.
+        taken: share of the squared task vector that the method took; ``None`` in a report of an earlier version.
+        recovered: share of it that the method did not take and made up for; likewise.
+        leading: share of it that lies in the pretrained matrix's leading directions; ``None`` where nobody looked.
     """
 
     layer: str
@@ -31,6 +37,9 @@ class LayerReport:
     loss_last: float | None
     task_norm: float
     update_norm: float
+    taken: float | None = None
+    recovered: float | None = None
+    leading: float | None = None
 
     @property
     def sound(self) -> bool:
@@ -61,6 +70,11 @@ class FoldReport:
         version: of this package.
         response: of the accumulated vector, before it was scaled; ``None`` where nothing bounds it.
         scale: share of the accumulated vector that is deployed.
+        shares: what became of the squared task vector, by group of tensors; empty in a report of an earlier version,
+            and where nothing was changed.
+        leading: share of the change that lies in the pretrained model's leading directions, see
+            :class:`~safemerge_pl.folding.leading.LeadingDirections`; ``None`` for an adapter, whose directions are
+            those it began with, and where there is none.
     """
 
     task: str
@@ -80,6 +94,37 @@ class FoldReport:
     version: str | None = field(default=None, compare=False)
     response: float | None = None
     scale: float = 1.0
+    shares: tuple[GroupShares, ...] = ()
+    leading: float | None = None
+
+    def __str__(self) -> str:
+        """What was done, in a few sentences."""
+        told = in_words(self.shares)
+        lines = [
+            f"'{self.task}' folded as task {self.index} from {self.source} in {self.seconds:.1f} s: "
+            f"{self.kept_fraction:.0%} of the entries in {len(self.layers)} layers.",
+            *([f"{told}."] if told else []),
+        ]
+        if self.leading is not None:
+            lines.append(f"{self.leading:.0%} of its change lies in the pretrained model's leading directions.")
+        if self.response is not None:
+            lines.append(f"{self.scale:.1%} of the accumulated vector is deployed (response {self.response:.4f}).")
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+    def table(self) -> "Table":
+        """What became of the task vector, by group of tensors; print it with ``rich.print``."""
+        from rich.table import Table
+
+        table = Table(title=f"{self.task}: the squared task vector (%)")
+        table.add_column("", no_wrap=True)
+        for head in ("merged", "masked away", "recovered", "left pretrained", "all"):
+            table.add_column(head, justify="right")
+        for group in self.shares:
+            table.add_row(group.group, *map(_percent, _parts(group)))
+        if self.shares:
+            table.add_section()
+            table.add_row("all", *map(_percent, _parts(total(self.shares))), style="bold")
+        return table
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "FoldReport":
@@ -92,10 +137,26 @@ class FoldReport:
         for layer in values["layers"]:
             _require_kinds(layer, _LAYER_KINDS)
         _require_kinds(dict(enumerate(values["losses"])), dict.fromkeys(range(len(values["losses"])), _NUMBER))
-        known = {entry.name for entry in fields(cls)}
-        layers = tuple(LayerReport(**layer) for layer in values["layers"])
-        found = {**values, "layers": layers, "losses": tuple(values["losses"]), "notes": tuple(values["notes"])}
-        return cls(**{name: value for name, value in found.items() if name in known})
+        for group in values.get("shares", ()):
+            _require_kinds(group, _SHARE_KINDS)
+        found = {**values, "losses": tuple(values["losses"]), "notes": tuple(values["notes"])}
+        found["layers"] = tuple(LayerReport(**_known(LayerReport, layer)) for layer in values["layers"])
+        found["shares"] = tuple(GroupShares(**_known(GroupShares, group)) for group in values.get("shares", ()))
+        return cls(**_known(cls, found))
+
+
+def _known(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Those entries that a class has; the others are of a newer version."""
+    names = {entry.name for entry in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _parts(group: GroupShares) -> list[float]:
+    return [*(getattr(group, fate) for fate in FATES), group.whole]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}" if share else "-"
 
 
 _NUMBER: tuple[type, ...] = (int, float)
@@ -109,6 +170,7 @@ _LAYER_KINDS: dict[Any, tuple[type, ...]] = {
     **dict.fromkeys(("kept_fraction", "task_norm", "update_norm"), _NUMBER),
     **dict.fromkeys(("loss_first", "loss_last"), (*_NUMBER, type(None))),
 }
+_SHARE_KINDS: dict[Any, tuple[type, ...]] = {"group": (str,), **dict.fromkeys(FATES, _NUMBER)}
 """What stands in a report that is read from a file."""
 
 
@@ -121,31 +183,57 @@ def _require_kinds(values: dict[Any, Any], kinds: dict[Any, tuple[type, ...]]) -
 def layer_rows(stack: Stack, result: StackResult) -> list[LayerReport]:
     """One report per layer of a stack; synchronises the device a few times, after the stack's work is queued."""
     count = len(stack.layers)
-    kept = torch.ones(count) if result.kept_fraction is None else result.kept_fraction
+    kept = [1.0] * count if result.kept_fraction is None else result.kept_fraction.tolist()
     first, last = (None, None) if result.losses is None else (result.losses[0].tolist(), result.losses[-1].tolist())
+    taken = [1.0] * count if result.taken is None else result.taken.tolist()
+    recovered = [0.0] * count if result.recovered is None else result.recovered.tolist()
     task_norms, update_norms = distances(stack.incoming, stack.pretrained), distances(result.merged, stack.merged)
     return [
         LayerReport(
             layer=stack.layers[row],
-            kept_fraction=kept[row].item(),
+            kept_fraction=kept[row],
             loss_first=None if first is None else first[row],
             loss_last=None if last is None else last[row],
             task_norm=task_norms[row],
             update_norm=update_norms[row],
+            taken=taken[row],
+            recovered=recovered[row],
         )
         for row in range(count)
     ]
+
+
+def leading_of(rows: Sequence[LayerReport]) -> float | None:
+    """Share of the change in leading directions, over those layers that were looked at; ``None`` if none was.
+
+    Example:
+        >>> one = LayerReport("a", 1.0, None, None, task_norm=1.0, update_norm=1.0, leading=0.5)
+        >>> two = LayerReport("b", 1.0, None, None, task_norm=3.0, update_norm=1.0, leading=0.3)
+        >>> round(leading_of([one, two]), 6)  # (0.5 * 1 + 0.3 * 9) / 10
+        0.32
+    """
+    pairs = [(row.leading * row.task_norm**2, row.task_norm**2) for row in rows if row.leading is not None]
+    inside, whole = (math.fsum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    return inside / whole if 0 < whole < math.inf else None
 
 
 def whole_row(parts: list[tuple[float, LayerReport]]) -> LayerReport:
     """The report of a layer that was folded in parts, each with its share of the entries.
 
     Example:
-        >>> half = LayerReport("x", 0.5, None, None, task_norm=3.0, update_norm=0.0)
-        >>> whole_row([(0.5, half), (0.5, LayerReport("x", 1.0, None, None, task_norm=4.0, update_norm=2.0))])
-        LayerReport(layer='x', kept_fraction=0.75, loss_first=None, loss_last=None, task_norm=5.0, update_norm=2.0)
+        >>> half = LayerReport("x", 0.5, None, None, task_norm=3.0, update_norm=0.0, taken=0.5, recovered=0.0)
+        >>> rest = LayerReport("x", 1.0, None, None, task_norm=4.0, update_norm=2.0, taken=1.0, recovered=0.0)
+        >>> whole = whole_row([(0.5, half), (0.5, rest)])
+        >>> whole.kept_fraction, whole.task_norm, whole.update_norm, whole.taken  # (9 / 2 + 16) / 25
+        (0.75, 5.0, 2.0, 0.82)
     """
     rows = [row for _, row in parts]
+    whole = sum(row.task_norm**2 for row in rows)
+
+    def share(of: str) -> float:
+        sizes = sum(row.task_norm**2 * (getattr(row, of) or 0.0) for row in rows)
+        return sizes / whole if whole else float(getattr(rows[0], of) or 0.0)
+
     return LayerReport(
         layer=rows[0].layer,
         kept_fraction=sum(share * row.kept_fraction for share, row in parts),
@@ -153,4 +241,6 @@ def whole_row(parts: list[tuple[float, LayerReport]]) -> LayerReport:
         loss_last=None,
         task_norm=math.hypot(*(row.task_norm for row in rows)),
         update_norm=math.hypot(*(row.update_norm for row in rows)),
+        taken=share("taken"),
+        recovered=share("recovered"),
     )

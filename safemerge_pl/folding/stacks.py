@@ -117,13 +117,18 @@ def concatenate(parts: list[Folded]) -> Folded:
     """Put the results of a stack's parts together as the stack's, on the device of the first."""
     results = [result for result, _ in parts]
     device = results[0].merged.device
-    kept = [result.kept_fraction.to(device) for result in results if result.kept_fraction is not None]
+    kept, taken, recovered = (
+        [share.to(device) for share in shares if share is not None]
+        for shares in zip(*((r.kept_fraction, r.taken, r.recovered) for r in results), strict=True)
+    )
     losses = [result.losses.to(device) for result in results if result.losses is not None]
     whole = StackResult(
         torch.cat([result.merged.to(device) for result in results]),
         torch.cat(kept) if kept else None,
         torch.cat(losses, dim=1) if losses else None,
         sum(result.solve_seconds for result in results),
+        torch.cat(taken) if taken else None,
+        torch.cat(recovered) if recovered else None,
     )
     return whole, [row for _, rows in parts for row in rows]
 

@@ -14,7 +14,19 @@ from torch import Tensor
 
 from safemerge_pl.architectures.layers import Scope
 
-__all__ = ["MergeMethod", "Scope", "Stack", "StackResult", "Vectors", "add_up", "clock", "mean_rule", "require_numbers"]
+__all__ = [
+    "MergeMethod",
+    "Scope",
+    "Stack",
+    "StackResult",
+    "Vectors",
+    "add_up",
+    "clock",
+    "energies",
+    "mean_rule",
+    "require_numbers",
+    "share_of",
+]
 _Out = TypeVar("_Out")
 
 
@@ -92,12 +104,17 @@ class StackResult:
         kept_fraction: share of entries that were merged, ``(L,)``; ``None`` if all were.
         losses: ``(K + 1, L)`` losses of an inner optimisation; ``None`` without one.
         solve_seconds: wall time of the inner optimisation.
+        taken: share of each squared task vector that the mask or filter lets through, ``(L,)``; ``None`` if all is.
+        recovered: share of it that is made up for where it does not, ``(L,)``; ``None`` if none is. See
+            :class:`~safemerge_pl.folding.fates.GroupShares`.
     """
 
     merged: Tensor
     kept_fraction: Tensor | None = None
     losses: Tensor | None = None
     solve_seconds: float = 0.0
+    taken: Tensor | None = None
+    recovered: Tensor | None = None
 
 
 class MergeMethod(ABC):
@@ -191,6 +208,27 @@ def mean_rule(stack: Stack) -> StackResult:
     if stack.index == 1:
         return StackResult(stack.incoming.clone())
     return StackResult(stack.pretrained + (stack.merged_vector + stack.task_vector) / 2)
+
+
+def energies(matrices: Tensor) -> Tensor:
+    """Squared length of each matrix of a stack, ``(L,)`` float64.
+
+    Example:
+        >>> energies(torch.tensor([[[3.0, 4.0]], [[0.0, 1.0]]])).tolist()
+        [25.0, 1.0]
+    """
+    lengths: Tensor = torch.linalg.vector_norm(matrices.flatten(1), dim=1, dtype=torch.float64)
+    return lengths.square()
+
+
+def share_of(part: Tensor, whole: Tensor) -> Tensor:
+    """Share of energies, both ``(L,)``, in [0, 1]; all of nothing is 1.
+
+    Example:
+        >>> share_of(torch.tensor([1.0, 0.0]), torch.tensor([4.0, 0.0])).tolist()
+        [0.25, 1.0]
+    """
+    return torch.where(whole > 0, part / whole, 1.0).clamp_(0, 1)
 
 
 def clock(device: torch.device) -> float:

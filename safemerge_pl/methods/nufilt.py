@@ -9,7 +9,7 @@ from torch import Tensor
 from safemerge_pl.maths.adam import Adam
 from safemerge_pl.maths.linalg import right_singular_basis
 from safemerge_pl.maths.recovery import initial_factors
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, require_numbers
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, energies, require_numbers, share_of
 
 __all__ = ["NUFILT", "nufilt_loss_and_gradients"]
 
@@ -63,7 +63,7 @@ class NUFILT(MergeMethod):
             update = tau.clone()
             if self.filter_first:
                 update[:, :, : min(self.null_rank, *tau.shape[1:])] = 0
-            return StackResult(stack.merged + update)
+            return StackResult(stack.merged + update, taken=share_of(energies(update), energies(tau)))
         old = right_singular_basis(stack.merged_vector, self.null_rank)
         new = right_singular_basis(tau, self.task_rank)
         filtered = tau - (tau @ old) @ old.mT
@@ -84,8 +84,16 @@ class NUFILT(MergeMethod):
                 adam.step()
         a, b = factors[0], factors[1].mT
         seconds = clock(tau.device) - start
-        merged = stack.merged + filtered + (tau @ b) @ a
-        return StackResult(merged, losses=torch.stack(losses), solve_seconds=seconds)
+        correction, whole = (tau @ b) @ a, energies(tau)
+        lost = (tau - filtered) @ new
+        regained = (energies(lost) - energies(lost - correction @ new)).clamp_(min=0)
+        return StackResult(
+            stack.merged + filtered + correction,
+            losses=torch.stack(losses),
+            solve_seconds=seconds,
+            taken=share_of(energies(filtered), whole),
+            recovered=torch.where(whole > 0, regained / whole, 0.0),
+        )
 
 
 def nufilt_loss_and_gradients(

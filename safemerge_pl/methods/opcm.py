@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.maths.linalg import thin_svd
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors
+from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors, energies, share_of
 from safemerge_pl.runtime.cores import length_of
 
 __all__ = ["OPCM", "project_out"]
@@ -64,7 +64,8 @@ class OPCM(MergeMethod):
         if stack.index == 1:
             return StackResult(stack.incoming.clone())
         clean = project_out(stack.task_vector, stack.merged_vector, self.alpha, zero_diagonal=self.zero_diagonal)
-        return StackResult(stack.pretrained + self._lambda * stack.merged_vector + clean)
+        taken = share_of(energies(clean), energies(stack.task_vector))
+        return StackResult(stack.pretrained + self._lambda * stack.merged_vector + clean, taken=taken)
 
     def fold_rest(self, stack: Stack) -> StackResult:
         """Add one tensor."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from safemerge_pl.maths.linalg import complement_basis, right_singular_basis
 from safemerge_pl.maths.masking import Keep, keep_mask, risk_score
 from safemerge_pl.maths.recovery import RecoveryProblem, initial_factors, solve_recovery
-from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, clock, require_numbers
+from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, clock, energies, require_numbers, share_of
 
 __all__ = ["SafeMerge"]
 
@@ -91,15 +91,21 @@ class SafeMerge(MergeMethod):
         task_directions = right_singular_basis(tau, max(self.scoring_rank, self.task_rank))
         mask = self._mask(stack, task_directions[:, :, : self.scoring_rank])
         update = torch.where(mask, tau, 0.0)
-        losses, seconds = None, 0.0
+        losses, seconds, recovered = None, 0.0, None
+        whole = energies(tau)
+        taken = share_of(energies(update), whole)
         if self.use_recovery:
-            correction, losses, seconds = self._recover(stack, mask, task_directions[:, :, : self.task_rank])
+            new_basis = task_directions[:, :, : self.task_rank]
+            lost = (tau - update) @ new_basis
+            correction, losses, seconds = self._recover(stack, mask, new_basis)
+            regained = energies(lost) - energies(lost - correction @ new_basis)
+            recovered = torch.where(whole > 0, regained.clamp_(min=0) / whole, 0.0)
             update += correction
         kept = mask.sum((1, 2)) / mask[0].numel()
         if not kept.all():  # at least one entry is kept unless scores are NaN or all infinite
             raise ArithmeticError("the risk scores are not finite; the task vector is too large")
         merged = torch.where(update == 0, stack.merged, stack.merged + update)  # -0.0 + 0.0 would be +0.0
-        return StackResult(merged, kept, losses, seconds)
+        return StackResult(merged, kept, losses, seconds, taken, recovered)
 
     def _mask(self, stack: Stack, task_directions: Tensor) -> Tensor:
         """Step 1: the keep mask ``(L, d_out, d_in)`` from the directions ``(L, d_in, r_p)`` of the task vector."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from safemerge_pl.maths.linalg import right_singular_basis
 from safemerge_pl.maths.masking import keep_mask, risk_score
-from safemerge_pl.methods.base import MergeMethod, Stack, StackResult
+from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, energies, share_of
 
 __all__ = ["SafeShare"]
 
@@ -78,6 +78,7 @@ class SafeShare(MergeMethod):
         tau, accumulated = stack.task_vector, stack.merged_vector
         mask = self._mask(stack, scoring)
         update = torch.where(mask, tau, 0.0)
+        taken = share_of(energies(update), energies(tau))
         if shared and stack.index > 1:
             basis = right_singular_basis(accumulated, shared)
             update = update + (((update - accumulated) / stack.task_counts - update) @ basis) @ basis.mT
@@ -85,7 +86,7 @@ class SafeShare(MergeMethod):
         if not kept.all():  # at least one entry is kept unless scores are NaN or all infinite
             raise ArithmeticError("the risk scores are not finite; the task vector is too large")
         changed = tau.flatten(1).any(1)[:, None, None]
-        return StackResult(torch.where(changed & (update != 0), stack.merged + update, stack.merged), kept)
+        return StackResult(torch.where(changed & (update != 0), stack.merged + update, stack.merged), kept, taken=taken)
 
     def _ranks(self, layer: str, width: int) -> tuple[int, int]:
         """The scoring and the shared rank for a matrix of ``width`` input directions."""

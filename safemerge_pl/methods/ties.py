@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, Vectors, add_up, require_numbers
+from safemerge_pl.methods.base import (
+    MergeMethod,
+    Scope,
+    Stack,
+    StackResult,
+    Vectors,
+    add_up,
+    energies,
+    require_numbers,
+    share_of,
+)
 from safemerge_pl.runtime.cores import flat_parts
 
 __all__ = ["TiesMerging", "elect_and_sum", "trim_thresholds"]
@@ -75,13 +85,18 @@ class TiesMerging(MergeMethod):
             return StackResult((self.scaling * stack.task_vector).add_(stack.merged))
         merged = stack.merged.clone(memory_format=torch.contiguous_format)
         kept = torch.zeros(len(merged), device=merged.device)
+        sizes = torch.zeros(2, len(merged), dtype=torch.float64, device=merged.device)  # of what counts, and of all
         for row, *tensors in zip(range(len(kept)), merged, stack.pretrained, stack.incoming, strict=True):
             for target, base, incoming in zip(*map(flat_parts, tensors), strict=True):
-                pair = zip((target - base, incoming - base), self._thresholds, strict=True)
-                update = elect_and_sum(torch.stack([_trim(vector, limit) for vector, limit in pair]), self._majority)
+                task = incoming - base
+                pair = zip((target - base, task), self._thresholds, strict=True)
+                trimmed = torch.stack([_trim(vector, limit) for vector, limit in pair])
+                update = elect_and_sum(trimmed, self._majority)
                 target.add_(update, alpha=self.scaling)
                 kept[row] += torch.count_nonzero(update)
-        return StackResult(merged, kept / max(merged[0].numel(), 1))
+                counts = torch.where(trimmed[1] * update > 0, trimmed[1], 0.0)  # it has the elected sign
+                sizes[:, row] += torch.stack([energies(counts[None])[0], energies(task[None])[0]])
+        return StackResult(merged, kept / max(merged[0].numel(), 1), taken=share_of(*sizes))
 
     fold_rest = fold_stack
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def ledger_line(report: FoldReport, method: str, settings: dict[str, Any]) -> st
         "settings": settings,
         "kept_fraction": report.kept_fraction,
         **({} if report.response is None else {"response": report.response, "scale": report.scale}),
+        **({"shares": [asdict(group) for group in report.shares]} if report.shares else {}),
+        **({} if report.leading is None else {"leading": report.leading}),
         "loss_first": report.losses[0] if report.losses else None,
         "loss_last": report.losses[-1] if report.losses else None,
         "seconds": report.seconds,

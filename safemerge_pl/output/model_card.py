@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from safemerge_pl.checkpoints.open import Checkpoint
+from safemerge_pl.folding.fates import in_words
 from safemerge_pl.output.card_data import card_data, find_licences
 from safemerge_pl.output.files import LEDGER_FILE
 from safemerge_pl.output.loaders import Loader
@@ -56,6 +57,7 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
         f"Merged layers: `{state.values['merged']}`. Pretrained layers: `{state.values['reference']}`.",
         "",
         *_scores(state),
+        *_shares(state),
         *_bound(state),
         f"- settings: {', '.join(f'{key}={value}' for key, value in settings.items()) or 'none'}",
         f"- command: `{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`",
@@ -98,6 +100,12 @@ def _licences(state: MergeState, base: Checkpoint) -> list[str]:
     if len(set(found.values())) < 2:
         return []
     return [f"- licences, all of which bind the merge: {', '.join(f'{name} {of}' for name, of in found.items())}"]
+
+
+def _shares(state: MergeState) -> list[str]:
+    """What was taken of each task vector, and what was left out."""
+    known = [(report.task, in_words(report.shares)) for report in state.reports if report.shares]
+    return [f"- {_cell(task)}: {told}" for task, told in known]
 
 
 def _bound(state: MergeState) -> list[str]:

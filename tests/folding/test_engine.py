@@ -258,7 +258,10 @@ table thirteen matrices."""
 def test_nothing_is_decomposed_twice(
     method: MergeMethod, expected: list[dict[str, int]], decomposed: Counter[str]
 ) -> None:
-    assert counts_of(method, decomposed) == expected
+    found = counts_of(method, decomposed)
+    # what finds the leading directions of two pretrained matrices, once a stream: three steps each
+    assert [counts.pop("qr", 0) for counts in found] == [2 * 3, 0, 0]
+    assert found == expected
 
 
 def test_bases_of_the_pretrained_model_are_kept_from_one_stream_to_the_next(
@@ -331,4 +334,6 @@ def test_an_incoming_tensor_is_read_once_to_check_and_once_to_merge() -> None:
 
     merger = ContinualMerger(base, tiny.fast_method())
     merger.fold(Counted(tiny.tuned(base, 1), "here"), "one")
-    assert reads == Counter(dict.fromkeys(tiny.only_weights(base), 2))
+    rest = [name for name in base if base[name].is_floating_point() and name not in tiny.only_weights(base)]
+    beside = dict.fromkeys(rest, 1)  # how much of the change is left out
+    assert reads == Counter(dict.fromkeys(tiny.only_weights(base), 2) | beside)
