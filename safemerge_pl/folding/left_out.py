@@ -30,9 +30,9 @@ def measure_left(fitted: Fitted, pretrained: Checkpoint, processes: Processes) -
         return 0.0 if theirs.is_meta else left_energy(pretrained[name], theirs)
 
     names = fitted.changed_beside()
-    mine = processes.mine(names)
-    found = processes.gather(processes.agree(lambda: list(map_on_cores(measure, mine))))
-    return dict(zip(names, found, strict=True))
+    mine = names[processes.rank :: processes.count]
+    found = processes.collect(lambda: dict(zip(mine, map_on_cores(measure, mine), strict=True)))
+    return {name: found[name] for name in names}
 
 
 def remark(
