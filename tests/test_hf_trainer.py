@@ -1,5 +1,7 @@
 """Merging under the Trainer of transformers."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +125,19 @@ def test_pruned_while_it_was_trained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"fc1\.weight` is pruned .* since the merge began"):
         trainer(model, tmp_path, 0, Prunes(), merge).train()
     assert merge.merger.tasks == []
+
+
+def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "hf_trainer" in block)
+    arguments = TrainingArguments(
+        "runs", report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=1
+    )
+    model = classifier()
+    space = {"model": model, "datasets": {"a": Images(0), "b": Images(1)}, "Trainer": Trainer, "arguments": arguments}
+    code = code.replace("LiveMerger(model.vision_model)", "LiveMerger(model.vision_model, fast)")
+    exec(compile(code, "README.md", "exec"), space | {"fast": tiny.fast_method()})
+    assert json.loads((tmp_path / "merged" / "merge_state.json").read_text())["tasks"] == ["a", "b"]
