@@ -104,6 +104,18 @@ class AccuracyMatrix(Metric):
         filled = ~(self.accuracy.isnan().all(1) & self.general.isnan().all(1))
         return int(filled.nonzero().max()) + 1 if filled.any() else 0
 
+    def row(self, step: int) -> dict[str, float]:
+        """The accuracies that were entered after ``step`` merges, by task and control set.
+
+        Example:
+            >>> matrix = AccuracyMatrix(["mnist", "flags"], controls=["probe"])
+            >>> matrix.update(1, {"mnist": 0.75, "probe": 0.5})
+            >>> matrix.row(1)
+            {'mnist': 0.75, 'probe': 0.5}
+        """
+        values = [*self.accuracy[step - 1].tolist(), *self.general[step - 1].tolist()]
+        return {n: v for n, v in zip((*self.tasks, *self.controls), values, strict=True) if v == v}
+
     def at(self, step: int) -> dict[str, Tensor]:
         """ACC, BWT, Gen. and H as they stood after ``step`` merges."""
         accuracy = self.accuracy[:step, :step]

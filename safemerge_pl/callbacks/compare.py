@@ -1,7 +1,7 @@
 """Other methods on the same models in the same order, scored once at the end: is it better than what I use today?"""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -57,6 +57,9 @@ class MethodComparison(L.Callback):
     Raises:
         MisconfigurationException: if two methods have one label.
     """
+
+    heading: ClassVar[str] = "compared"
+    """Where the rows stand in reports."""
 
     def __init__(self, methods: list[ComparedMethod] | None = None) -> None:
         super().__init__()

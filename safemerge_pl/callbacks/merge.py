@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from safemerge_pl.callbacks.closing import describe_stream, last_row, print_table
 from safemerge_pl.callbacks.from_files import FromFiles
 from safemerge_pl.callbacks.guards import refuse_unsupported
 from safemerge_pl.callbacks.live import Live
@@ -240,6 +241,15 @@ class MergeCallback(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say so if the run ended early; in training, fold the last task where only now it is known to be over."""
         self._mode.on_train_end(trainer, pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the closing table, if the merge was scored and there is a progress bar, now that all else is done."""
+        quiet = trainer.progress_bar_callback is None or trainer.fast_dev_run  # type: ignore[attr-defined]
+        if quiet or not trainer.is_global_zero or self.merger is None or MergeCallback.of(trainer) is not self:
+            return
+        row = last_row(pl_module, self.merger, self.live)
+        if row:
+            print_table(describe_stream(trainer, self.method, self.merger, self.live), row, len(self.tasks))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Leave a merger that works without the run's processes, and forget a state that no ``fit`` took up."""

@@ -1,6 +1,6 @@
 """The two rows that every merge is compared with: the pretrained model and the experts on their own."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 
@@ -27,6 +27,9 @@ class ReferenceRows(L.Callback):
         assert_scores: stop where a score is further from the published one, as the data knows it, than this; a share,
             0.01 is one point.
     """
+
+    heading: ClassVar[str] = "references"
+    """Where the rows stand in reports."""
 
     def __init__(self, enabled: bool = True, individual: bool = True, assert_scores: float | None = None) -> None:
         super().__init__()

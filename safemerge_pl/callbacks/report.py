@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.board import finish_board, log_layout, log_matrix
-from safemerge_pl.callbacks.compare import MethodComparison
+from safemerge_pl.callbacks.closing import describe_stream
 from safemerge_pl.callbacks.merge import MergeCallback
-from safemerge_pl.callbacks.references import ReferenceRows
-from safemerge_pl.folding.bound import name_with_bound
 from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.reports import stream as reports
@@ -118,11 +117,10 @@ class StreamReport(L.Callback):
         finish_board(trainer, merge.method, content)
         bar = trainer.progress_bar_callback
         if bar is not None:
-            from rich.console import Console
-
-            # a log has no width of its own: no name is cut there
-            Console(width=None if sys.stdout.isatty() else 160).print(reports.console_table(content))
-            bar.print(f"report, figures and TensorBoard events: {folder}")
+            events = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
+            bar.print(
+                f"report, figures and TensorBoard events: {folder}" if events else f"report and figures: {folder}"
+            )
 
     def _finish(self, trainer: L.Trainer, content: reports.Report) -> Path:
         """Write everything; call it on all ranks."""
@@ -138,25 +136,11 @@ class StreamReport(L.Callback):
 
     def content(self, trainer: L.Trainer) -> reports.Report:
         """The report so far."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
         merge = MergeCallback.of(trainer)
         assert merge is not None
-        if merge.live is not None:
-            tasks, controls, seed = merge.live.named(trainer), merge.live.scores.controls, None
-        else:
-            tasks, controls, seed = data.stream.names, data.controls, data.stream.order_seed
-        bound = None if merge.merger is None else merge.merger.max_response
-        settings = {**merge.method.settings(), **({} if bound is None else {"max_response": bound})}
-        comparison = next((c for c in trainer.callbacks if isinstance(c, MethodComparison)), None)  # type: ignore[attr-defined]
-        references = next((c for c in trainer.callbacks if isinstance(c, ReferenceRows)), None)  # type: ignore[attr-defined]
         return {
             "format": 1,
-            "tasks": list(tasks),
-            "controls": list(controls),
-            "order_seed": seed,
-            "method": {"name": name_with_bound(merge.method, bound), "settings": settings},
-            "references": {} if references is None else references.rows,
-            "compared": {} if comparison is None else comparison.rows,
+            **describe_stream(trainer, merge.method, merge.merger, merge.live),
             "steps": self.steps,
             "command": _command(),
             "seconds": round(self._seconds(), 1),
@@ -188,8 +172,18 @@ def _command() -> str:
 
 
 def run_folder(trainer: L.Trainer, folder: str | None = None) -> Path:
-    """Where a run's files go: a given folder, the logger's, or one below the trainer's root. Call it on all ranks."""
+    """Where a run's files go: a given folder, the logger's, or one below the trainer's root. Call it on all ranks.
+
+    A logger without a folder for each run (wandb, MLflow) gets one beside the checkpoints that Lightning saves for it.
+    """
     logged = trainer.log_dir  # a collective call: all processes agree on rank 0's answer
     if folder is not None:
         return local_path(folder)
-    return Path(logged) if trainer.loggers and logged else Path(trainer.default_root_dir) / "safemerge"
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir) / "safemerge"
+    logger = trainer.loggers[0]
+    if logged and isinstance(logger, (TensorBoardLogger, CSVLogger)):
+        return Path(logged)
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version or 0}"
+    parts: tuple[str, ...] = trainer.strategy.broadcast((str(logger.name), version))  # known to rank 0 alone
+    return Path(logger.save_dir or trainer.default_root_dir).joinpath(*parts)

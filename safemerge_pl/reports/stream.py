@@ -35,7 +35,8 @@ def console_table(report: Report) -> "Table":
     from rich.table import Table
 
     count = len(report["steps"])
-    table = Table(title=f"{report['method']['name']}: {count} of {len(report['tasks'])} tasks merged (accuracy in %)")
+    title = f"{report['method']['name']}: {count} of {len(report['tasks'])} tasks merged (accuracy in %)"
+    table = Table(title=title, min_width=min(len(title), 80))
     rows = table_rows(report)
     table.add_column("", no_wrap=True)
     for name, _ in rows:

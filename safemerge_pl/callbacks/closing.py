@@ -1,0 +1,81 @@
+"""The table at the end of ``fit``, and what it has in common with the report."""
+
+import sys
+from typing import Any
+
+import lightning as L
+
+from safemerge_pl.callbacks.live import Live
+from safemerge_pl.folding.bound import name_with_bound
+from safemerge_pl.live import LiveMerger
+from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import MergeMethod
+from safemerge_pl.metrics import AccuracyMatrix
+from safemerge_pl.reports.stream import Report, console_table
+
+__all__ = ["describe_stream", "last_row", "print_table"]
+
+
+def describe_stream(
+    trainer: L.Trainer, method: MergeMethod, merger: ContinualMerger | LiveMerger | None, live: Live | None
+) -> Report:
+    """What a report says besides its steps: tasks, control sets, method, and the rows that other callbacks measured.
+
+    A callback has such rows if it says under which heading: ``heading = "references"`` or ``"compared"``.
+
+    Args:
+        trainer: of the run.
+        method: of the stream.
+        merger: knows the bound; ``None`` before ``fit``.
+        live: in a training loop.
+    """
+    if live is not None:
+        tasks, controls, seed = live.named(trainer), live.scores.controls, None
+    else:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        tasks, controls, seed = data.stream.names, data.controls, data.stream.order_seed
+    bound = None if merger is None else merger.max_response
+    found: dict[str, dict[str, Any]] = {"references": {}, "compared": {}}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if getattr(callback, "heading", None) in found:
+            found[callback.heading] |= callback.rows
+    return {
+        "tasks": list(tasks),
+        "controls": list(controls),
+        "order_seed": seed,
+        "method": {
+            "name": name_with_bound(method, bound),
+            "settings": {**method.settings(), **({} if bound is None else {"max_response": bound})},
+        },
+        **found,
+    }
+
+
+def last_row(pl_module: L.LightningModule, merger: ContinualMerger | LiveMerger, live: Live | None) -> dict[str, Any]:
+    """Scores after the last merge, as a row of a report; empty if it was not scored."""
+    count = len(merger.tasks)
+    if live is not None:
+        if not count or len(live.scores.rows) != count:
+            return {}
+        scores, row = live.scores.scores(merger.tasks), live.scores.rows[-1]
+    else:
+        matrix = getattr(pl_module, "matrix", None)
+        if not count or not isinstance(matrix, AccuracyMatrix) or matrix.steps != count:
+            return {}
+        row = matrix.row(count)
+        scores = {name: value.item() for name, value in matrix.compute().items() if not value.isnan()}
+    return {**{name: value for name, value in scores.items() if name not in row}, "accuracies": dict(row)}
+
+
+def print_table(stream: Report, row: dict[str, Any], merged: int) -> None:
+    """Print the closing table; a log has no width of its own, so that no name is cut there.
+
+    Args:
+        stream: as :func:`describe_stream` gives it.
+        row: after the last merge.
+        merged: number of tasks merged.
+    """
+    from rich.console import Console
+
+    report = {**stream, "steps": [{}] * (merged - 1) + [row]}
+    Console(width=None if sys.stdout.isatty() else 160).print(console_table(report))
