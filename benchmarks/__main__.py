@@ -5,6 +5,7 @@ rivals       methods side by side, and against fusion_bench with ``--peer`` an i
 scaling      growth with layers, width, tasks and ranks
 processes    a fold shared out among two processes
 out_of_core  models larger than memory, from disk to disk
+together     the same by one process with one thread and by two, under torchrun
 gpu          eight tasks of ViT-B/32 and ViT-L/14 shapes on a GPU, checked against the CPU
 """
 
@@ -19,6 +20,7 @@ from benchmarks.out_of_core import out_of_core
 from benchmarks.processes import processes
 from benchmarks.rivals import rivals
 from benchmarks.scaling import scaling
+from benchmarks.together import together
 from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import write_json
 
@@ -28,6 +30,7 @@ PARTS = {
     "scaling": scaling,
     "processes": processes,
     "out_of_core": out_of_core,
+    "together": together,
     "gpu": gpu,
 }
 
@@ -66,11 +69,12 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", help="rivals: these alone")
     parser.add_argument("--peer", help="rivals: interpreter with fusion_bench")
     parser.add_argument(
-        "--llama_layers", type=int, nargs="*", default=[1, 2, 4], help="out_of_core: 28 is 3 B parameters"
+        "--llama_layers", type=int, nargs="*", default=[1, 2, 4], help="out_of_core, together (the first): 28 is 3 B"
     )
-    parser.add_argument("--scratch", help="out_of_core: folder with room for six times the model")
+    parser.add_argument("--processes", type=int, nargs="*", default=[1, 2], help="together: numbers of processes")
+    parser.add_argument("--scratch", help="out_of_core, together: folder with room for six times the model")
     parser.add_argument(
-        "--fold_options", nargs=argparse.REMAINDER, default=[], help="out_of_core: for `safemerge fold`"
+        "--fold_options", nargs=argparse.REMAINDER, default=[], help="out_of_core, together: for `safemerge fold`"
     )
     parser.add_argument("--device", default="cuda", help="gpu: another device, to try the code")
     parser.add_argument("--tiny", action="store_true", help="gpu: sizes that tell nothing about speed")

@@ -19,7 +19,7 @@ def rows_of(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options
     """What a part writes."""
     output = tmp_path / "results.json"
     monkeypatch.chdir(Path(__file__).parent.parent)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", part, *options, "--output", str(output)])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--output", str(output), part, *options])
     command.main()
     content = json.loads(output.read_text())
     assert torch.__version__.startswith(content["environment"]["torch"])
@@ -66,6 +66,16 @@ def test_models_larger_than_memory_are_folded_and_plotted(tmp_path: Path, monkey
     assert [row["layers"] for row in rows] == [1, 2]
     assert 0 < rows[0]["peak_rss_gib"] < 2
     assert (tmp_path / "out_of_core.png").stat().st_size > 10_000
+
+
+def test_torchrun_folds_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in {"_HIDDEN": 32, "_KV": 16, "_FEED": 64, "_VOCABULARY": 50}.items():
+        monkeypatch.setattr(out_of_core, name, size)
+    options = ["--llama_layers", "1", "--scratch", str(tmp_path), "--processes", "2"]
+    (row,) = rows_of("together", tmp_path, monkeypatch, *options, "--fold_options", "--method", "OPCM")
+    assert row["processes"] == 2
+    assert row["busiest_cpu_seconds"] > 0 < row["peak_rss_gib"] < 2
+    assert len(row["merged"]) == 12
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
