@@ -28,7 +28,7 @@ from safemerge_pl.folding.left_out import describe_merge, measure_left, remark
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport, LayerReport, leading_of
 from safemerge_pl.folding.selection import plan_merge
-from safemerge_pl.folding.shares import divide_work
+from safemerge_pl.folding.shares import divide_rest, divide_work
 from safemerge_pl.folding.store import DiskTensors
 from safemerge_pl.maths.response import bounded_scale
 from safemerge_pl.methods.base import MergeMethod
@@ -231,7 +231,7 @@ class ContinualMerger:
         try:
             with exact_arithmetic(self.device):
                 fitted, hashed, likeness = self._examine(incoming, task)
-                left = measure_left(fitted, self.pretrained, self.processes) if self.leaves_rest else {}
+                left = measure_left(fitted, self.pretrained, self.processes, self._owners()) if self.leaves_rest else {}
                 folding = self._folding(fitted, task)
                 staged = self.processes.agree(self._room)
                 folding.run(staged)
@@ -336,7 +336,7 @@ class ContinualMerger:
             label=self.method.label,
             saved=self.saved,
             processes=self.processes if self.processes.apart else Processes(shared=False),
-            owners=self._owners() if self.processes.apart else dict.fromkeys(self.plan.parameters, 0),
+            owners=self._owners() if self.processes.apart else dict.fromkeys(self.pretrained, 0),
             scores=scores or {},
         )
         options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "copy_code": copy_code}
@@ -471,10 +471,11 @@ class ContinualMerger:
         return ledger_line(report, self.method.label, self.method.settings())
 
     def _owners(self) -> dict[str, int]:
-        """Rank of the process that folds each parameter."""
+        """Rank of the process that folds each parameter, and reads and writes each tensor that is not merged."""
         if self._divided[:2] != (self.processes, self.device):  # a Trainer may have set others
             stacks = plan_fold(self.layers, self.method, self.device)
             owners = divide_work(stacks, self.others, self.processes.count, whole=not self.method.concurrent)
+            owners |= divide_rest(self.pretrained.shapes(), owners, self.processes.count)
             self._divided = self.processes, self.device, owners
         return self._divided[2]
 

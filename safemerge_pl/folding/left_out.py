@@ -16,13 +16,16 @@ from safemerge_pl.runtime.cores import map_on_cores
 __all__ = ["describe_merge", "measure_left", "remark"]
 
 
-def measure_left(fitted: Fitted, pretrained: Checkpoint, processes: Processes) -> dict[str, float]:
+def measure_left(
+    fitted: Fitted, pretrained: Checkpoint, processes: Processes, owners: Mapping[str, int]
+) -> dict[str, float]:
     """Squared length of the change of each tensor that is not merged, by name; each is read once, in small parts.
 
     Args:
         fitted: the incoming model.
         pretrained: the model that it was fine-tuned from.
         processes: among which the tensors are shared out.
+        owners: rank of the process that has each tensor.
     """
 
     def measure(name: str) -> float:
@@ -30,7 +33,7 @@ def measure_left(fitted: Fitted, pretrained: Checkpoint, processes: Processes) -
         return 0.0 if theirs.is_meta else left_energy(pretrained[name], theirs)
 
     names = fitted.changed_beside()
-    mine = names[processes.rank :: processes.count]
+    mine = [name for name in names if owners[name] == processes.rank]
     found = processes.collect(lambda: dict(zip(mine, map_on_cores(measure, mine), strict=True)))
     return {name: found[name] for name in names}
 

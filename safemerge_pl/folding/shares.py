@@ -1,11 +1,12 @@
 """Share a merge out among processes by what it costs; the same shares on every process, whatever its speed."""
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 
 from safemerge_pl.architectures.layers import MergeLayer
 
-__all__ = ["deal_out", "divide_work", "fold_cost"]
+__all__ = ["deal_out", "divide_rest", "divide_work", "fold_cost"]
 
 _PER_ENTRY = 500
 """Reading, hashing, checking and writing one weight, in multiplications of a matrix product that take as long."""
@@ -34,9 +35,7 @@ def fold_cost(shape: Sequence[int], *, stacked: bool) -> float:
         >>> round(up / attention, 1), fold_cost((10,), stacked=False)
         (3.1, 5000)
     """
-    entries = 1
-    for size in shape:
-        entries *= size
+    entries = math.prod(shape)
     if not stacked or len(shape) != 2:
         return _PER_ENTRY * entries
     short = min(shape)
@@ -85,6 +84,27 @@ def divide_work(
         groups[first(name)] = groups.get(first(name), 0) + cost
     owners = deal_out(groups, [0.0] * (1 if whole else count))
     return {name: owners[first(name)] for name in costs}
+
+
+def divide_rest(shapes: Mapping[str, Sequence[int]], owners: Mapping[str, int], count: int) -> dict[str, int]:
+    """Give each tensor that is not merged, but compared and copied, to whoever has the fewest weights to write.
+
+    Args:
+        shapes: of the whole model.
+        owners: rank of the process that owns each parameter that is merged.
+        count: number of processes.
+
+    Returns:
+        Rank of the process that reads and writes each of the others.
+
+    Example:
+        >>> divide_rest({"q": (8, 8), "embedding": (50, 8), "norm": (8,)}, {"q": 0}, 2)
+        {'embedding': 1, 'norm': 0}
+    """
+    loads = [0.0] * count
+    for name, rank in owners.items():
+        loads[rank] += 2 * math.prod(shapes[name])  # as it is deployed, and its float32 master
+    return deal_out({name: math.prod(shape) for name, shape in shapes.items() if name not in owners}, loads)
 
 
 def deal_out(costs: Mapping[str, float], loads: Sequence[float]) -> dict[str, int]:

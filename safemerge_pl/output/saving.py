@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,7 +98,7 @@ def save_merge(
 def _writers(
     state: MergeState, base: Checkpoint, names: Mapping[str, str], specs: Mapping[str, TensorSpec]
 ) -> dict[str, int]:
-    """Rank of the process that writes each tensor: who has it merged, and of the others who has least to write.
+    """Rank of the process that writes each tensor: who has it, and of those of a template alone who has least.
 
     Raises:
         CheckpointError: if a tensor of the output is made of several that different processes have.
@@ -107,16 +106,16 @@ def _writers(
     count = state.processes.count
     if count == 1:
         return dict.fromkeys(specs, 0)
-    if not set(names.values()) <= state.owners.keys():
+    if not set(names.values()) <= set(state.plan.parameters):
         raise CheckpointError(
             f"{base.source} is in another layout than {state.plan.pretrained.source}, which one process alone can "
             "write; give a template in the same layout, or save in one process."
         )
-    owners = {name: state.owners[names[name]] for name in specs if name in names}
-    loads = [0.0] * count
-    for name, rank in owners.items():
-        loads[rank] += specs[name].size + 4 * math.prod(specs[name].shape)  # and the float32 master
-    return owners | deal_out({name: spec.size for name, spec in specs.items() if name not in names}, loads)
+    owners = {
+        name: state.owners[names.get(name, name)] for name in specs if names.get(name, name) in state.owners
+    }  # whoever has compared a tensor that is not merged writes it as well
+    rest = {name: spec.size for name, spec in specs.items() if name not in owners}  # of a template
+    return owners | deal_out(rest, [0.0] * count)
 
 
 def read_merge(folder: Path) -> SavedMerge:
