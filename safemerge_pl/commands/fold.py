@@ -74,7 +74,8 @@ def fold_once(
         device: where the arithmetic runs.
         on_mismatch: "pretrained" also takes models of another image size or vocabulary, with the pretrained rows.
         max_response: bounds how strongly the pretrained model reads what is merged, and so protects what it knows;
-            0.035 is a good value. "auto" takes the method's own or that of the earlier merge, null bounds nothing.
+            0.015 is a careful value, 0.035 a fair one. "auto" takes the method's own or that of the earlier merge, null
+            bounds nothing.
         max_shard_size: weights above this size are written in shards, with an index.
         copy_code: also copy the model's own Python files. They are never run here.
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
