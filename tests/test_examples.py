@@ -34,7 +34,9 @@ def test_the_example_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_no_example_is_forgotten() -> None:
-    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted([*LOOPS, "llama_lora", "zoo_halves"])
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(
+        [*LOOPS, "llama_lora", "sentence_embeddings", "zoo_halves"]
+    )
 
 
 def run_quick(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +56,14 @@ def test_adapters_of_a_llama_by_a_recipe(
     assert len(re.findall(r"^(?:pretrained|merged) +(?: +\d+\.\d){8}$", shown, re.MULTILINE)) == 2
     assert len(re.findall(r"^merged, [+-]\d from 3: 3(?: \d+){5}$", shown, re.MULTILINE)) == 3
     assert (tmp_path / "runs/llama_lora/merged/model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sentence_embeddings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
+    run_quick("sentence_embeddings", tmp_path, monkeypatch)
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"^(?:pretrained|tuned on \w+|merged) +(?: +\d+\.\d){3}$", shown, re.MULTILINE)) == 4
+    assert (tmp_path / "runs/sentence_embeddings/merged/1_Pooling").is_dir()
