@@ -107,8 +107,16 @@ class ContinualMergeModule(L.LightningModule):
         return torch.zeros((), device=self.device, requires_grad=True)
 
     def on_fit_start(self) -> None:
-        """Refuse to continue a merge without the callback that made it."""
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        """Refuse a merge without the callback that began it, and a trainer that would score all on the first sets."""
+        trainer = self.trainer
+        left = (trainer.max_epochs or 0) - trainer.current_epoch
+        scored = trainer.limit_val_batches != 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if trainer.reload_dataloaders_every_n_epochs != 1 and scored and (left > 1 or trainer.max_epochs == -1):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "each merge is scored on one more task, so the Trainer must ask for the sets anew after every merge: "
+                "give it `reload_dataloaders_every_n_epochs=1`."
+            )
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         # a merge callback is known by its merger: callbacks import this module, not the other way round
         if self.merged_tasks and not any(hasattr(callback, "merger") for callback in callbacks):
             raise MisconfigurationException(

@@ -25,6 +25,15 @@ def test_sanity_check_enters_nothing(
     assert module.matrix.steps == 1
 
 
+def test_a_trainer_that_asks_for_the_sets_only_once_is_refused_before_the_first_merge(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make
+) -> None:
+    trainer = make_trainer(merge_callback(), reload_dataloaders_every_n_epochs=0)
+    with pytest.raises(MisconfigurationException, match="`reload_dataloaders_every_n_epochs=1`"):
+        trainer.fit(module, small_data())
+    assert module.merged_tasks == []
+
+
 def test_resume_with_a_longer_stream_and_without_the_callback(
     module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make, tmp_path: Path
 ) -> None:
