@@ -12,6 +12,8 @@ from safemerge_pl.runtime.files import local_path, read_object
 
 __all__ = ["rotary_size"]
 
+_PROJECTION = re.compile(r"attn\.[qk]_proj\.(?:weight|bias)$")
+
 _HALVES = {"llama", "mistral", "mixtral", "ministral", "ministral3"}
 """Model types of transformers that keep rotary rows in halves and were converted from their makers' files."""
 
@@ -42,6 +44,12 @@ def rotary_size(ours: Checkpoint, mine: str, theirs: Checkpoint, its: str) -> in
         >>> rotary_size(Memory({other: torch.ones(8, 8)}, "a folder"), other, meta, own)
         4
     """
+    if _is_torchtune(ours) != _is_torchtune(theirs) and (_PROJECTION.search(mine) or _PROJECTION.search(its)):
+        raise CheckpointError(
+            f"{theirs.source} holds `{its}` for the pretrained model's `{mine}`: torchtune keeps the rows of a head in "
+            "the order of `wq`, `wk` in some models and in transformers' in others, under the same names; save the "
+            "model by torchtune's checkpointer for transformers."
+        )
     if is_paired(mine) == is_paired(its):
         return 0
     settings = [_settings(model) for model in (ours, theirs)]
@@ -64,6 +72,10 @@ def rotary_size(ours: Checkpoint, mine: str, theirs: Checkpoint, its: str) -> in
             f"the rows of a head lie in another order than in transformers', and {reason}; save both by one library."
         )
     return size
+
+
+def _is_torchtune(model: Checkpoint) -> bool:
+    return any(name.endswith(".attn.output_proj.weight") for name in model)
 
 
 def _obstacle(settings: Mapping[str, Any]) -> str:

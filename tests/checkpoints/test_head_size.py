@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from makers import HEADS, PARAMS, SIZE, fused, llama, makers, mistral_folder, plain
+from makers import HEADS, PARAMS, SIZE, fused, interleave, llama, makers, mistral_folder, plain
 from tiny import Add, Tensors
 from tiny_adapters import QV, trained
 
@@ -117,3 +117,22 @@ def test_the_heads_of_a_vision_tower_are_refused(tmp_path: Path) -> None:
     base = tiny.renamed({name: each for name, each in tensors().items() if "layers" in name}, "model.", "vision.")
     own = tiny.renamed(makers({name: each for name, each in tensors().items() if "layers" in name}), "", "vision.")
     assert "vision tower" in refusal(base, mistral_folder(own, tmp_path / "own"))
+
+
+def test_torchtune_s_own_names_are_refused_for_their_order(tmp_path: Path) -> None:
+    """It keeps Llama's rows as Meta does and Qwen's as transformers does, both as `attn.q_proj`."""
+    llama().save_pretrained(tmp_path / "base")
+    own = {
+        name.removeprefix("model.").replace("self_attn.", "attn.").replace("o_proj", "output_proj"): tensor
+        for name, tensor in makers_order(tensors()).items()
+    }
+    merger = ContinualMerger(tmp_path / "base", Add(), layers=["*.q_proj.weight", "*.k_proj.weight"])
+    with pytest.raises(CheckpointError, match=r"holds `layers\.0\.attn\.\w_proj\.weight` for .*torchtune"):
+        merger.fold(own, "task1")
+    values = ContinualMerger(tmp_path / "base", Add(), layers=["*.v_proj.weight"])
+    values.fold(own, "task1")
+    assert values.tasks == ["task1"]
+
+
+def makers_order(found: Tensors) -> Tensors:
+    return {name: interleave(each) if "q_proj" in name or "k_proj" in name else each for name, each in found.items()}
