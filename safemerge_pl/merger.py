@@ -433,13 +433,9 @@ class ContinualMerger:
             CheckpointError: if the state belongs to another pretrained model, method or other weights.
         """
         require_format(state.get("format"), "the saved state")
-        if state.get("reference") != self.reference:
-            raise CheckpointError(
-                f"the merge was started from another pretrained model (its layers hash to "
-                f"{str(state.get('reference'))[:12]}, "
-                f"those of {self.pretrained.source} to {self.reference[:12]}); give the same one."
-            )
         require_same_method(self.method, state.get("method", {}))
+        if state.get("reference") != self.reference:
+            raise CheckpointError(self._another_reference(state))
         if state.get("max_response") != self.max_response:
             raise CheckpointError(
                 f"the merge was made with `max_response` {state.get('max_response')}, not {self.max_response}; use the "
@@ -466,6 +462,23 @@ class ContinualMerger:
         restore_method(self.method, state.get("method", {}))
         before, self._now = self._now, _Position(merged, reports, lines)
         before.close()
+
+    def _another_reference(self, state: Mapping[str, Any]) -> str:
+        """Why a saved merge has other pretrained layers: others were chosen, or the model is another one."""
+        reports = state.get("reports") or [{}]
+        rows = reports[0].get("layers") if isinstance(reports, list) and isinstance(reports[0], dict) else None
+        then = {row.get("layer") for row in rows if isinstance(row, dict)} if isinstance(rows, list) else set()
+        odd = sorted(str(name) for name in then ^ {unit.name for unit in self.plan.units})
+        if then and odd:
+            return (
+                f"the merge was made of other layers than are chosen now ({len(odd)} differ, first `{odd[0]}`); give "
+                "the same `layers` and pretrained model."
+            )
+        return (
+            "the merge was started from another pretrained model (its layers hash to "
+            f"{str(state.get('reference'))[:12]}, those of {self.pretrained.source} to {self.reference[:12]}); give the "
+            "same one."
+        )
 
     def _ledger_line(self, report: FoldReport) -> str:
         return ledger_line(report, self.method.label, self.method.settings())

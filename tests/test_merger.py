@@ -34,7 +34,7 @@ from torch import nn
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.folding import engine
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.methods import SafeMerge, Stack, StackResult
+from safemerge_pl.methods import OPCM, SafeMerge, Stack, StackResult, TaskArithmetic
 
 # what a fold does
 
@@ -556,8 +556,22 @@ def test_layers_that_were_chosen_are_chosen_again(tmp_path: Path) -> None:
     out = merger.save(tmp_path / "out")
     again = ContinualMerger.load(out, tower(), method=Add(), layers=["*.fc1.weight"])
     assert again.fingerprint() == merger.fingerprint()
-    with pytest.raises(CheckpointError):
+    with pytest.raises(
+        CheckpointError, match=r"made of other layers than are chosen now \(4 differ, first `enc.*`layers`"
+    ):
         ContinualMerger.load(out, tower(), method=Add(), layers=["*.fc2.weight"])
+
+
+@pytest.mark.parametrize("other", [OPCM, TaskArithmetic, tiny.fast_method])
+def test_another_method_is_named_before_what_it_would_merge(other: Any, tmp_path: Path) -> None:
+    """A method of every parameter has other layers; that is no other pretrained model."""
+    merger = ContinualMerger(tower(), Add())
+    merger.fold(tuned(tower(), 1), "a")
+    out = merger.save(tmp_path / "out")
+    with pytest.raises(
+        CheckpointError, match=rf"^the merge was made with \S*Add, not with \S*{type(other()).__name__}"
+    ):
+        ContinualMerger.load(out, tower(), method=other())
 
 
 def test_another_pretrained_model_is_refused(tmp_path: Path) -> None:

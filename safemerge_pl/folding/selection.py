@@ -1,5 +1,6 @@
 """What a method merges of a model: found once, and read by every check, the fold and the output."""
 
+import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,13 @@ def plan_merge(checkpoint: Checkpoint, method: MergeMethod, patterns: str | Sequ
     method.check_layers({layer.name: layer.shape for layer in layers})
     taken = {layer.parameter for layer in layers} | aliases.keys()
     others = _find_others(checkpoint, taken, patterns) if method.merges_rest else []
+    for pattern in patterns or () if method.scope == "none" else ():  # otherwise it was seen with the matrices
+        if not fnmatch.filter([unit.parameter for unit in others], pattern):
+            raise ValueError(
+                f"`layers` pattern {pattern!r} matches none of the {len(mergeable)} parameters that can be merged."
+            )
+    if not layers and not others:
+        raise ValueError(f"{checkpoint.source} holds no floating-point tensor, so there is nothing to merge.")
     unknown = [] if others or patterns else find_unknown(layers, mergeable)  # what was chosen by name needs no note
     notes = unknown and [
         f"of no known kind and left pretrained: {len(unknown)} of the matrices in its blocks, first `{unknown[0]}`; if "

@@ -86,3 +86,15 @@ def test_what_is_chosen_on_purpose_needs_no_note(method: MergeMethod, layers: li
     (note,) = plan_merge(open_checkpoint(tensors), Add()).notes
     assert "first `layers.0.mixer.in_proj.weight`" in note
     assert plan_merge(open_checkpoint(tensors), method, layers).notes == ()
+
+
+@pytest.mark.parametrize("patterns", [["*nothing*"], ["*.fc1.weight", "*nothing*"]])
+def test_a_pattern_that_selects_nothing_is_an_error_where_no_matrix_is_special(patterns: list[str]) -> None:
+    """Task arithmetic has no stacks, so nobody else looks at the patterns."""
+    with pytest.raises(ValueError, match=r"`layers` pattern '\*nothing\*' matches none of the \d+ parameters"):
+        plan_merge(open_checkpoint(tiny.tower()), TaskArithmetic(), patterns)
+
+
+def test_a_model_without_floating_point_tensors_is_no_model() -> None:
+    with pytest.raises(ValueError, match="a mapping in memory holds no floating-point tensor"):
+        plan_merge(open_checkpoint({"position_ids": torch.arange(3)}), TaskArithmetic())
