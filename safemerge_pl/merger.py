@@ -467,7 +467,7 @@ class ContinualMerger:
         """Why a saved merge has other pretrained layers: others were chosen, or the model is another one."""
         reports = state.get("reports") or [{}]
         rows = reports[0].get("layers") if isinstance(reports, list) and isinstance(reports[0], dict) else None
-        then = {row.get("layer") for row in rows if isinstance(row, dict)} if isinstance(rows, list) else set()
+        then = {row.get("layer") for row in rows if isinstance(row, dict)} if isinstance(rows, (list, tuple)) else set()
         odd = sorted(str(name) for name in then ^ {unit.name for unit in self.plan.units})
         if then and odd:
             return (
@@ -476,8 +476,8 @@ class ContinualMerger:
             )
         return (
             "the merge was started from another pretrained model (its layers hash to "
-            f"{str(state.get('reference'))[:12]}, those of {self.pretrained.source} to {self.reference[:12]}); give the "
-            "same one."
+            f"{str(state.get('reference'))[:12]}, those of {self.pretrained.source} to {self.reference[:12]}); give "
+            "the same one."
         )
 
     def _ledger_line(self, report: FoldReport) -> str:

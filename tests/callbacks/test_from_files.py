@@ -24,7 +24,7 @@ Make = Callable[..., Any]
         ({}, {"keep_ratio": 0.3}, "keep_ratio: 0.5 then, 0.3 now"),
         ({"tasks": ["weather", "font_category", "mnist"]}, {}, "same order"),
         ({"controls": ["fashion"]}, {}, "control sets"),
-        ({}, {"layers": ["*.q_proj.weight"]}, "another pretrained model"),
+        ({}, {"layers": ["*.q_proj.weight"]}, "made of other layers than are chosen now"),
     ],
 )
 def test_resume_refuses_what_changed(
