@@ -1,5 +1,6 @@
 """The command line: the table of verbs, and what they share. What a verb does is in ``commands/``."""
 
+import contextlib
 import importlib
 import os
 import sys
@@ -7,9 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from safemerge_pl.runtime.configs import append_repeated, packaged_configs, resolve_configs
-from safemerge_pl.runtime.console import tolerate_names
+from safemerge_pl.runtime.console import be_quiet, tolerate_names
 from safemerge_pl.runtime.names import did_you_mean
 from safemerge_pl.runtime.own_modules import find_modules_beside
+from safemerge_pl.runtime.stopping import catch_stops
 from safemerge_pl.version import __version__
 
 __all__ = ["VERBS", "Verb", "main"]
@@ -22,11 +24,13 @@ class Verb(NamedTuple):
         runs: ``module:function``; the function has no parameters and reads ``sys.argv``.
         options: those that a first try needs, for the help.
         does: what it does, for the help.
+        goes_on: what to do after it was stopped.
     """
 
     runs: str
     options: str
     does: str
+    goes_on: str = "repeat the command."
 
 
 VERBS = {
@@ -34,6 +38,7 @@ VERBS = {
         "safemerge_pl.commands.fit:run",
         "--config quickstart.yaml",
         "merge a stream of models and score it after each",
+        "repeat the command with --ckpt_path last to go on after the last whole task.",
     ),
     "validate": Verb(
         "safemerge_pl.commands.fit:run",
@@ -54,12 +59,18 @@ VERBS = {
         "safemerge_pl.commands.fold:run",
         "--pretrained P --incoming T --output O",
         "fold one more model, into an earlier merge with --merged",
+        "the output is as it was, or whole; repeat the command.",
     ),
     "study": Verb(
         "safemerge_pl.commands.study:run",
         "--config study_methods.yaml",
         "orders x methods x settings, to tables and figures",
+        "what is done is kept; repeat the command to go on.",
     ),
+    "info": Verb(
+        "safemerge_pl.commands.info:run", "FOLDER", "what was merged in a folder, and whether it still matches"
+    ),
+    "config": Verb("safemerge_pl.commands.config:run", "NAME > mine.yaml", "print a configuration that comes along"),
 }
 """Modules are imported when their verb is called, so that help does not wait for heavy libraries."""
 
@@ -70,15 +81,17 @@ Fold fine-tuned models, one after another, into one merged model, without any ta
 {verbs}
 
 Options of a verb: safemerge VERB --help. A value of the configuration is changed by its path, for example
---trainer.callbacks.init_args.keep_ratio 0.3 or --data.order_seed 42. A stopped run goes on with --ckpt_path last.
+--merge.keep_ratio 0.3 or --data.order_seed 42. A stopped run goes on with --ckpt_path last.
+-q tells problems only. Exit codes: 0 done, 1 a problem that is named, 2 a wrong command line, 130 and 143 stopped.
 Configurations that come along: {configs}.
 """
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point; exits with 1 and one clear message for anything the user can mend."""
+    """Entry point; exits with 1 and one clear message for anything the user can mend, with 128 + signal if stopped."""
     tolerate_names()
-    argv = list(sys.argv[1:] if args is None else args)
+    given = list(sys.argv[1:] if args is None else args)
+    argv = [argument for argument in given if argument not in ("-q", "--quiet")]
     if not argv or argv[0] in ("-h", "--help"):
         print(_help(), end="")
         return
@@ -93,12 +106,29 @@ def main(args: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if "RANK" in os.environ:  # what a process says when another one ends is enough, without stacks of C++
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with catch_stops() as stop, be_quiet() if len(argv) < len(given) else contextlib.nullcontext():
+        try:
+            _run(argv)
+        except BaseException as error:  # Lightning makes an exit of an interrupt
+            if stop.number is None and not isinstance(error, KeyboardInterrupt):
+                raise
+    if stop.number is not None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\nsafemerge: stopped by {stop.name}; {VERBS[argv[0]].goes_on}", file=sys.stderr)
+        raise SystemExit(128 + stop.number)
+
+
+def _run(argv: list[str]) -> None:
+    """Do what a verb does."""
     module, _, function = VERBS[argv[0]].runs.partition(":")
     try:
         # what verbs read, also in the processes that DDP starts
         sys.argv = [sys.argv[0], *append_repeated(resolve_configs(argv))]
         find_modules_beside(sys.argv)
         getattr(importlib.import_module(module), function)()
+    except BrokenPipeError:  # somebody has read enough of what is printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(141) from None
     except Exception as error:
         if os.environ.get("SAFEMERGE_TRACEBACK") or not _is_for_the_user(error):
             raise

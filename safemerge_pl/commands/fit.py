@@ -13,10 +13,12 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from safemerge_pl.backbones.hyper_parameters import require_known_classes
 from safemerge_pl.callbacks import MergedModelWriter, MethodComparison, ReferenceRows, StreamProgress, StreamReport
 from safemerge_pl.checkpoints.pickles import read_pickle
+from safemerge_pl.commands.merge_section import add_merge_section, take_merge_section
 from safemerge_pl.commands.parsers import Hints
 from safemerge_pl.commands.remarks import silence_known_warnings
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.runtime.console import is_quiet
 from safemerge_pl.runtime.files import local_path
 
 __all__ = ["SafeMergeCLI", "build_cli", "last_checkpoint", "run"]
@@ -38,10 +40,12 @@ class SafeMergeCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """The verbs, with the arguments of the Trainer's methods that are not options."""
         skip = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
-        return {"fit": skip, "validate": {*skip, "dataloaders"}, "test": {*skip, "dataloaders"}}
+        scored = {*skip, "dataloaders", "verbose"}
+        return {"fit": skip, "validate": scored, "test": scored}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add a section for each callback that a stream always has."""
+        add_merge_section(parser)
         parser.add_lightning_class_args(ReferenceRows, "references")
         parser.add_lightning_class_args(MethodComparison, "compare")
         parser.add_lightning_class_args(StreamReport, "report")
@@ -65,12 +69,15 @@ class SafeMergeCLI(LightningCLI):
         return trainer
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
+        if is_quiet():
+            config = {**config, "enable_progress_bar": False}
         if config.get("enable_progress_bar") is not False:
             callbacks = [*callbacks, StreamProgress()]
         return super()._instantiate_trainer(config, callbacks)
 
     def before_instantiate_classes(self) -> None:
-        """Expand ``~`` also in the paths of loggers and other classes that leave it as it is."""
+        """Put the section ``merge`` where the trainer looks; expand ``~`` also where classes leave it as it is."""
+        take_merge_section(self.config[self.config["subcommand"]] if "subcommand" in self.config else self.config)
         expand_home(self.config)
 
     def _parse_ckpt_path(self) -> None:
@@ -84,6 +91,8 @@ class SafeMergeCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Left to itself Lightning runs what is in a checkpoint from the web."""
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand != "fit":  # the table of the progress bar is enough
+            kwargs["verbose"] = self.trainer.progress_bar_callback is None and not is_quiet()
         return kwargs | {"weights_only": kwargs.get("weights_only") is not False}
 
     def before_fit(self) -> None:

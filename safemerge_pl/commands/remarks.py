@@ -3,6 +3,8 @@
 import logging
 import warnings
 
+from safemerge_pl.runtime.console import is_quiet
+
 __all__ = ["silence_known_warnings"]
 
 
@@ -17,4 +19,11 @@ def silence_known_warnings() -> None:
     ):
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
-        logging.getLogger(name).addFilter(lambda record: "Tip:" not in record.getMessage())
+        logging.getLogger(name).addFilter(_is_worth_saying)
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    """Leave out hints, what the command line says itself, and in quiet runs all that is no problem."""
+    text = record.getMessage()
+    known = "Tip:" in text or "Detected KeyboardInterrupt" in text
+    return not known and (record.levelno >= logging.WARNING or not is_quiet())

@@ -5,6 +5,7 @@ A *report* is a dictionary of plain values: ``tasks``, ``controls``, ``method``,
 shares in [0, 1].
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from safemerge_pl.functional import SCORES
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = ["console_table", "markdown", "matrix_figure", "matrix_rows", "stream_figure"]
+__all__ = ["console_table", "markdown", "matrix_figure", "matrix_rows", "scores_table", "stream_figure"]
 
 Report = dict[str, Any]
 _BLUE, _RED, _GREEN, _GREY = "#2563eb", "#dc2626", "#059669", "#6b7280"
@@ -47,6 +48,28 @@ def console_table(report: Report) -> "Table":
         table.add_section()
         for name in report[kind]:
             table.add_row(name, *(_percent(row["accuracies"].get(name)) for _, row in rows))
+    return table
+
+
+def scores_table(scores: Mapping[str, float]) -> "Table":
+    """One evaluation for the terminal; percent.
+
+    Args:
+        scores: shares in [0, 1] by set, and ACC, Gen., H and BWT where defined.
+
+    Example:
+        >>> scores_table({"mnist": 0.5, "ACC": 0.5}).row_count
+        2
+    """
+    from rich.table import Table
+
+    table = Table("", "accuracy in %")
+    table.columns[1].justify = "right"
+    for name in (key for key in SCORES if key in scores):
+        table.add_row(name, _percent(scores[name]), style="bold")
+    table.add_section()
+    for name in (key for key in scores if key not in SCORES):
+        table.add_row(name, _percent(scores[name]))
     return table
 
 

@@ -1,10 +1,12 @@
 """Print on whatever console there is: a name that it cannot show must not fail a job that is done."""
 
 import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
-__all__ = ["Tolerant", "say", "tolerate_names"]
+__all__ = ["Tolerant", "be_quiet", "is_quiet", "say", "tolerate_names"]
 
 
 class Tolerant:
@@ -42,6 +44,35 @@ def say(*parts: object, error: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
     if stream is not None:  # a program without a console has none
         print(*parts, file=Tolerant(stream), flush=True)
+
+
+_QUIET = "SAFEMERGE_QUIET"
+"""In the environment, so that processes which are started know it too."""
+
+
+def is_quiet() -> bool:
+    """Whether only problems are to be told."""
+    return _QUIET in os.environ
+
+
+@contextlib.contextmanager
+def be_quiet() -> Iterator[None]:
+    """Tell only problems for a while: nothing reaches standard output, and no progress is shown.
+
+    Example:
+        >>> with be_quiet():
+        ...     print("unheard", is_quiet())
+        >>> is_quiet()
+        False
+    """
+    before = os.environ.get(_QUIET)
+    os.environ[_QUIET] = "1"
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_QUIET]
 
 
 def tolerate_names() -> None:

@@ -5,7 +5,7 @@ import time
 from types import TracebackType
 from typing import Any, TextIO, cast
 
-from safemerge_pl.runtime.console import Tolerant, say
+from safemerge_pl.runtime.console import Tolerant, is_quiet, say
 
 __all__ = ["FoldProgress"]
 
@@ -35,6 +35,8 @@ class FoldProgress:
             done: number of weights that are merged.
             total: number of weights to merge.
         """
+        if is_quiet():
+            return
         now = time.monotonic()
         if task != self._task or done == 0:
             self.close()
