@@ -11,6 +11,7 @@ from torch import Tensor
 from safemerge_pl.architectures.layers import MergeLayer, select_layers
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, fingerprint, match_names, open_checkpoint
 from safemerge_pl.checkpoints.tensors import LazyTensors
+from safemerge_pl.commands.parsers import HintingParser
 from safemerge_pl.folding.fates import in_words
 from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.output.saving import read_merge
@@ -21,10 +22,10 @@ __all__ = ["describe_output", "run"]
 
 def run() -> None:
     """Describe the folders that are named; exits with 1 if one does not match its state."""
-    folders = [argument for argument in sys.argv[2:] if not argument.startswith("-")]
-    if not folders or len(folders) < len(sys.argv[2:]):
-        raise ValueError("usage: safemerge info FOLDER, the output of a merge.")
-    found = [describe_output(local_path(folder)) for folder in folders]
+    parser = HintingParser(prog="safemerge info", description="What was merged in a folder, and does it still match.")
+    parser.add_argument("--config", "-c", action="config")
+    parser.add_argument("folders", nargs="+", type=str, help="outputs of a merge")
+    found = [describe_output(local_path(folder)) for folder in parser.parse_args(sys.argv[2:]).folders]
     for lines, _ in found:
         print("\n".join(lines))
     if not all(whole for _, whole in found):

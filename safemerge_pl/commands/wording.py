@@ -38,7 +38,7 @@ def in_one_sentence(message: str) -> str:
     required = re.match(r"the following arguments are required: (.+)", message)
     if required:
         names = re.sub(r"\b(?:fit|validate|test)\.", "", required[1]).split(", ")
-        return f"it needs {', '.join(f'--{name}' for name in names)}."
+        return f"it needs {', '.join('FOLDER' if name == 'folders' else f'--{name}' for name in names)}."
     unknown = re.match(r"unrecognized arguments: (\S+)", message)
     if unknown:
         option = unknown[1].partition("=")[0]

@@ -52,7 +52,7 @@ def test_a_bounded_merge_and_a_folder_without_one(tmp_path: Path, capsys: pytest
     assert any("of the accumulated vector is deployed" in line for line in lines)
     for arguments, message in (
         (["info", str(tmp_path)], "holds no merge_state.json"),
-        (["info"], "usage: safemerge info"),
+        (["info"], "it needs FOLDER."),
     ):
         with pytest.raises(SystemExit):
             main(arguments)
