@@ -129,7 +129,8 @@ def leading_basis(matrix: Tensor, rank: int) -> Tensor:
         >>> leading_basis(torch.diag(torch.tensor([1.0, 50.0, 2.0])), 1).abs().round().flatten().tolist()
         [0.0, 1.0, 0.0]
     """
-    start = torch.randn(matrix.shape[1], rank, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0)
+    start = torch.randn(matrix.shape[1], rank, generator=generator, device="cpu", dtype=torch.float32)
     basis: Tensor = start.to(matrix.device)
     for _ in range(_STEPS):
         basis = torch.linalg.qr(matrix.T @ (matrix @ basis)).Q
