@@ -1,5 +1,8 @@
 """The embedded zoo, cut to a few images per set."""
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,6 +23,21 @@ class SmallZoo(ZooData):
     def load_set(self, name: str) -> ImageSet:
         whole = super().load_set(name)
         return ImageSet(name, whole.rows.select(range(self.rows_kept)), whole.classes, whole.templates)
+
+
+class KillingZoo(SmallZoo):
+    """Kills the first process that reads its last task, once: with SIGKILL, as the system does when memory runs out."""
+
+    killed: Path
+
+    def load_set(self, name: str) -> ImageSet:
+        if name == TASKS[-1]:
+            try:
+                self.killed.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+            except FileExistsError:
+                pass
+        return super().load_set(name)
 
 
 def tower(module: L.LightningModule) -> dict[str, torch.Tensor]:

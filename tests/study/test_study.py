@@ -15,6 +15,7 @@ from safemerge_pl.data import GLUEData, StreamDataModule, ZooData
 from safemerge_pl.methods import OPCM, SafeMerge, SafeShare, TaskArithmetic
 from safemerge_pl.reports.study import latex, markdown
 from safemerge_pl.study import Study, StudyFigure, StudyRow
+from safemerge_pl.study.bench import Bench
 
 
 def study(folder: Path, rows: list[StudyRow] | None = None, **kwargs: Any) -> Study:
@@ -92,15 +93,15 @@ def test_a_cell_equals_the_stream_under_lightning(tmp_path: Path, make_trainer: 
 
 def test_an_interrupted_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    real = Study._measure
+    real = Bench._measure_cell
 
-    def breaks(self: Study, *args: Any) -> dict[str, Any]:
+    def breaks(self: Bench, *args: Any) -> dict[str, Any]:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
         return real(self, *args)
 
-    monkeypatch.setattr(Study, "_measure", breaks)
+    monkeypatch.setattr(Bench, "_measure_cell", breaks)
     with pytest.raises(KeyboardInterrupt):
         study(tmp_path, individual=False).run()
     assert len([p for p in (tmp_path / "cells").iterdir() if not p.name.startswith("references")]) == 2
@@ -142,24 +143,11 @@ def test_cells_of_version_0_1_0_are_found(
     backbone: Backbone, data: StreamDataModule, cell: str, references: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hashes are what that version computed, when the classes had other paths."""
-    monkeypatch.setattr("safemerge_pl.study.__version__", "0.1.0")
+    monkeypatch.setattr("safemerge_pl.study.kept.__version__", "0.1.0")
     one = Study(backbone, {"two": data}, [StudyRow("OPCM", OPCM())], orders=[42], folder="out")
     one.sources = {"two": {task: f"nowhere/{task}" for task in data.stream}}
     assert [one._path(each).stem for each in one.cells()] == [cell]
     assert one._hash("two", {}) == references
-
-
-def test_two_processes_measure_what_one_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings: dict[str, Any] = {"individual": False, "pretrained": False, "orders": [42]}
-    one, two = study(tmp_path / "one", **settings), study(tmp_path / "two", jobs=2, **settings)
-    one.run()
-    capsys.readouterr()
-    two.run()
-    assert capsys.readouterr().out.count("three tasks, order 42") == 3
-    keys = ("row", "varied", "merged", "accuracies", "when_merged", "BWT")
-    assert [[cell[key] for key in keys] for cell in two.results] == [
-        [cell[key] for key in keys] for cell in one.results
-    ]
 
 
 def test_an_error_in_another_process_is_told(tmp_path: Path) -> None:

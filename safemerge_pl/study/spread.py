@@ -1,0 +1,74 @@
+"""Hand the jobs of a study to an executor, and take each result as it comes."""
+
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from safemerge_pl.runtime.console import say
+from safemerge_pl.study.bench import Bench, Job, measure_elsewhere
+
+__all__ = ["spread"]
+
+
+def spread(executor: Executor, bench: Bench, jobs: Sequence[Job], keep: Callable[[Job, dict[str, Any]], None]) -> None:
+    """Measure jobs on an executor's workers.
+
+    Args:
+        executor: any; it stays open.
+        bench: not loaded yet.
+        jobs: in the order in which they are handed out.
+        keep: called here with each job and its result, in the order in which they are done. After an error too, for
+            jobs that had begun; those that had not are cancelled.
+
+    Raises:
+        MisconfigurationException: if the executor lost its workers, or a worker gives what is no result.
+        Exception: what went wrong with a job.
+    """
+    pickled = pickle.dumps(bench)
+    waiting: dict[Future[str], Job] = {}
+    try:
+        for job in jobs:
+            waiting[executor.submit(measure_elsewhere, pickled, job)] = job
+        for done in as_completed(waiting):
+            keep(waiting[done], _result(done))
+            del waiting[done]
+    except BaseException:
+        for future in waiting:
+            future.cancel()
+        for done in as_completed([future for future in waiting if not future.done()]):
+            if not done.cancelled() and done.exception() is None:
+                keep(waiting[done], _result(done))
+        raise
+
+
+def _result(done: "Future[str]") -> dict[str, Any]:
+    """What a worker gave, read as data."""
+    try:
+        text = done.result()
+    except (BrokenExecutor, CancelledError) as error:
+        raise _lost(error) from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] == "distributed":
+            raise _lost(error) from error
+        raise
+    try:
+        content = json.loads(text)
+        result, lines = dict(content["result"]), [str(line) for line in content["lines"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise MisconfigurationException(
+            f"a worker of the study gave what is no result ({error}); have all workers run this version."
+        ) from error
+    for line in lines:
+        say(line)
+    return result
+
+
+def _lost(error: BaseException) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"the study's executor lost its workers ({type(error).__name__}: {error}). Results so far are kept: start the "
+        "study again to go on. If memory runs out, use fewer workers."
+    )
