@@ -33,10 +33,10 @@ def main() -> None:
     algorithm: Any = start()
     pool = BaseModelPool(models)
     before = memory_mib("VmRSS")
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     algorithm.run(pool)
-    seconds = time.perf_counter() - begin
-    print("\n" + json.dumps({"seconds": seconds, "peak_mib": memory_mib("VmHWM") - before}))
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    print("\n" + json.dumps({"seconds": seconds, "cpu_s": cpu, "peak_mib": memory_mib("VmHWM") - before}))
 
 
 def memory_mib(key: str) -> float:

@@ -46,6 +46,7 @@ from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
+from safemerge_pl.runtime.cores import map_on_cores
 from safemerge_pl.runtime.disk_cache import CachedTensors
 from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.names import suggest_options
@@ -650,7 +651,8 @@ def _snapshot(pretrained: Source) -> Checkpoint:
     for name in checkpoint:
         require_values(checkpoint[name], name, checkpoint.source)
     aliases = tied_names(checkpoint)
-    tensors = {name: checkpoint[name].detach().cpu().clone() for name in checkpoint if name not in aliases}
+    own = [name for name in checkpoint if name not in aliases]
+    tensors = dict(zip(own, map_on_cores(lambda name: checkpoint[name].detach().cpu().clone(), own), strict=True))
     tensors |= {alias: tensors[name] for alias, name in aliases.items()}
     snapshot = open_checkpoint({name: tensors[name] for name in checkpoint})
     snapshot.source, snapshot.config = checkpoint.source, checkpoint.config

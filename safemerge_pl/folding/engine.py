@@ -39,6 +39,10 @@ __all__ = ["Folding", "plan_fold"]
 WORTH_KEEPING = 2**18
 """Entries of a matrix from which on a decomposition takes longer than reading a file."""
 
+AT_ONCE = 8
+"""Tensors outside of stacks that are handed to the cores together: weights and biases take turns in a model, so that
+pairs of them would leave all cores but one without work."""
+
 _Layers = tuple[MergeLayer, ...]
 _Fold = Callable[[Stack], StackResult]
 _Out = TypeVar("_Out")
@@ -172,7 +176,7 @@ class Folding:
         for batch, on_cores in self._batches(self._plan()):
             results = self._fold_batch(fold, batch, on_cores)
             yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
-        for batch, on_cores in self._batches([(layer,) for layer in self.others]):
+        for batch, on_cores in self._batches([(layer,) for layer in self.others], at_least=AT_ONCE):
             results = self._fold_rest(batch, on_cores)
             yield from ((layers, *result) for layers, result in zip(batch, results, strict=True))
 
@@ -187,12 +191,12 @@ class Folding:
         """Everything that is folded, in order."""
         return [*self._plan(), *((layer,) for layer in self.others)]
 
-    def _batches(self, plan: Sequence[_Layers]) -> Iterator[tuple[list[_Layers], bool]]:
-        """Own stacks that are folded at the same time, and whether each gets a core to itself."""
+    def _batches(self, plan: Sequence[_Layers], at_least: int = 1) -> Iterator[tuple[list[_Layers], bool]]:
+        """Own stacks that are handed out together, and whether each gets a core to itself; then ``at_least`` so many."""
         own = [stack for stack in plan if self._is_own(stack[0])]  # whoever owns one layer of a stack owns all
         for small, group in itertools.groupby(own, lambda stack: stack[0].entries <= MAX_CORE_ENTRIES):
             stacks, on_cores = list(group), small and self._side_by_side
-            step = torch.get_num_threads() if on_cores else 1
+            step = max(torch.get_num_threads(), at_least) if on_cores else 1
             yield from ((stacks[start : start + step], on_cores) for start in range(0, len(stacks), step))
 
     def _fold_batch(self, method: _Fold, batch: list[_Layers], on_cores: bool) -> list[Folded]:
@@ -252,7 +256,7 @@ class Folding:
             there = (tuple(part.to(self.device).float() for part in triple) for triple in parts)
             return layers[0].name, look((merged - base, incoming - base) for base, merged, incoming in there)
 
-        for batch, on_cores in self._batches([(layer,) for layer in (*self.layers, *self.others)]):
+        for batch, on_cores in self._batches([(layer,) for layer in (*self.layers, *self.others)], at_least=AT_ONCE):
             self.processes.check()
             yield from (map_on_cores if on_cores else map)(read_and_look, batch)
 

@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult
+from safemerge_pl.runtime.cores import flat_parts
 
 __all__ = ["NaiveAccumulation", "TaskArithmetic"]
 
@@ -46,9 +49,13 @@ class TaskArithmetic(MergeMethod):
         return self.scaling if isinstance(self.scaling, list) else [self.scaling]
 
     def fold_stack(self, stack: Stack) -> StackResult:
-        """Add the scaled task vector."""
-        factors = self._factors
-        return StackResult((factors[min(stack.index, len(factors)) - 1] * stack.task_vector).add_(stack.merged))
+        """Add the scaled task vector, part by part: what lies between two steps stays in the cache."""
+        factor = self._factors[min(stack.index, len(self._factors)) - 1]
+        merged = torch.empty_like(stack.merged, memory_format=torch.contiguous_format)
+        tensors = (merged, stack.pretrained, stack.merged, stack.incoming)
+        for out, base, so_far, incoming in zip(*map(flat_parts, tensors), strict=True):
+            torch.sub(incoming, base, out=out).mul_(factor).add_(so_far)
+        return StackResult(merged)
 
     fold_rest = fold_stack
 

@@ -4,16 +4,18 @@ import json
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.backbones.base import Backbone
-from safemerge_pl.checkpoints.open import Source
+from safemerge_pl.checkpoints.open import Source, open_checkpoint
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.data.stream import TaskStream
+from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.functional import summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.runtime.memory import PeakMemory
@@ -69,6 +71,20 @@ class Bench:
         self.backbone, self.streams, self.sources = backbone, streams, sources
         self.device, self.assert_scores = device, assert_scores
         self._scorers: dict[str, Scorer] = {}
+
+    def require_fit(self, cells: Iterable[Cell]) -> None:
+        """Refuse a method that does not fit the model, before the first cell is measured.
+
+        Raises:
+            MisconfigurationException: naming the row.
+        """
+        self.backbone.load()
+        base = open_checkpoint(self._tower())
+        for cell in cells:
+            try:
+                plan_merge(base, cell.method)
+            except ValueError as error:
+                raise MisconfigurationException(f"row '{cell.row}': {error}") from error
 
     def measure(self, job: Job, on_line: Callable[[str], None]) -> dict[str, Any]:
         """Measure a job; plain values, as they are kept.

@@ -1,7 +1,6 @@
 """Hand the jobs of a study to an executor, and take each result as it comes."""
 
 import json
-import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
 from typing import Any
@@ -9,17 +8,17 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.runtime.console import say
-from safemerge_pl.study.bench import Bench, Job, measure_elsewhere
+from safemerge_pl.study.bench import Job, measure_elsewhere
 
 __all__ = ["spread"]
 
 
-def spread(executor: Executor, bench: Bench, jobs: Sequence[Job], keep: Callable[[Job, dict[str, Any]], None]) -> None:
+def spread(executor: Executor, pickled: bytes, jobs: Sequence[Job], keep: Callable[[Job, dict[str, Any]], None]) -> None:
     """Measure jobs on an executor's workers.
 
     Args:
         executor: any; it stays open.
-        bench: not loaded yet.
+        pickled: a :class:`~safemerge_pl.study.bench.Bench` that is not loaded yet.
         jobs: in the order in which they are handed out.
         keep: called here with each job and its result, in the order in which they are done. After an error too, for
             jobs that had begun; those that had not are cancelled.
@@ -28,7 +27,6 @@ def spread(executor: Executor, bench: Bench, jobs: Sequence[Job], keep: Callable
         MisconfigurationException: if the executor lost its workers, or a worker gives what is no result.
         Exception: what went wrong with a job.
     """
-    pickled = pickle.dumps(bench)
     waiting: dict[Future[str], Job] = {}
     try:
         for job in jobs:

@@ -4,6 +4,7 @@ A cell is one stream in one order by one method. Its result is written as soon a
 everything it depends on; an interrupted study goes on where it was, and a changed one measures only what changed.
 """
 
+import pickle
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -158,15 +159,17 @@ class Study:
             left = (time.perf_counter() - start) / measured * (len(missing) - measured)
             self._say(index, cells, result, f"at most {left / 60:.0f} min left")
 
-        bench = Bench(self.backbone, self.streams, self.sources, self.device, self.assert_scores)
         jobs: list[Job] = [*references, *(cells[index] for index in missing)]
         if not jobs:
             return
+        bench = Bench(self.backbone, self.streams, self.sources, self.device, self.assert_scores)
+        blank = pickle.dumps(bench) if parallel else b""  # for other processes, before anything is loaded
+        bench.require_fit(cell for cell in cells if cell.order == self.orders[0])
         if self.executor is not None:
-            spread(self.executor, bench, jobs, keep)
-        elif self.jobs > 1:
+            spread(self.executor, blank, jobs, keep)
+        elif parallel:
             with LocalProcesses(self.jobs) as executor:
-                spread(executor, bench, jobs, keep)
+                spread(executor, blank, jobs, keep)
         else:
             for job in jobs:
                 keep(job, bench.measure(job, say))
