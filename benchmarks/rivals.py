@@ -49,7 +49,11 @@ def rivals(arguments: argparse.Namespace) -> list[dict[str, object]]:
             }
             if arguments.peer and name not in _WITHOUT_PEER:
                 theirs = _run([arguments.peer, str(peer), str(path), threads, steps, name])
-                row |= {"theirs_s": theirs["seconds"], "theirs_cpu_s": theirs["cpu_s"], "theirs_mib": theirs["peak_mib"]}
+                row |= {
+                    "theirs_s": theirs["seconds"],
+                    "theirs_cpu_s": theirs["cpu_s"],
+                    "theirs_mib": theirs["peak_mib"],
+                }
                 row["ratio"] = theirs["seconds"] / ours["seconds"]
                 row["cpu_ratio"] = theirs["cpu_s"] / ours["cpu_s"]
                 row["memory_ratio"] = theirs["peak_mib"] / max(ours["peak_mib"], 1.0)

@@ -13,7 +13,9 @@ from safemerge_pl.study.bench import Job, measure_elsewhere
 __all__ = ["spread"]
 
 
-def spread(executor: Executor, pickled: bytes, jobs: Sequence[Job], keep: Callable[[Job, dict[str, Any]], None]) -> None:
+def spread(
+    executor: Executor, pickled: bytes, jobs: Sequence[Job], keep: Callable[[Job, dict[str, Any]], None]
+) -> None:
     """Measure jobs on an executor's workers.
 
     Args:
