@@ -1,6 +1,7 @@
 """One fold: what a method sees, in which order, in how much memory, and what it costs."""
 
 import re
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from safemerge_pl.methods import (
     SafeMerge,
     Stack,
     StackResult,
+    TaskArithmetic,
     WUDIMerging,
 )
 
@@ -62,6 +64,28 @@ def test_the_number_of_cores_does_not_matter(method: MergeMethod) -> None:
     finally:
         torch.set_num_threads(threads)
     assert len(set(hashes)) == 1
+
+
+def test_weights_keep_two_cores_at_work_with_biases_between_them() -> None:
+    """Two weights must be in work at once, or the barrier breaks."""
+    together = threading.Barrier(2, timeout=30)
+
+    class Meets(TaskArithmetic):
+        def fold_rest(self, stack: Stack) -> StackResult:
+            if stack.merged.dim() == 3:
+                together.wait()
+            return self.fold_stack(stack)
+
+    threads = torch.get_num_threads()
+    sizes = {"a.weight": (4, 4), "a.bias": (4,), "b.weight": (4, 4), "b.bias": (4,)}
+    base = {name: torch.ones(size) for name, size in sizes.items()}
+    try:
+        torch.set_num_threads(2)
+        merger = ContinualMerger(base, Meets(1.0))
+        merger.fold({name: tensor + 1 for name, tensor in base.items()}, "one")
+    finally:
+        torch.set_num_threads(threads)
+    assert all(merger.merged[name].eq(2).all() for name in sizes)
 
 
 def test_a_method_sees_its_place_in_the_stream_and_all_three_models(tmp_path: Path) -> None:
