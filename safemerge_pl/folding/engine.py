@@ -192,7 +192,7 @@ class Folding:
         return [*self._plan(), *((layer,) for layer in self.others)]
 
     def _batches(self, plan: Sequence[_Layers], at_least: int = 1) -> Iterator[tuple[list[_Layers], bool]]:
-        """Own stacks that are handed out together, and whether each gets a core to itself; then ``at_least`` so many."""
+        """Own stacks handed out together, and whether each gets a core to itself: then ``at_least`` so many."""
         own = [stack for stack in plan if self._is_own(stack[0])]  # whoever owns one layer of a stack owns all
         for small, group in itertools.groupby(own, lambda stack: stack[0].entries <= MAX_CORE_ENTRIES):
             stacks, on_cores = list(group), small and self._side_by_side
