@@ -6,6 +6,7 @@ scaling      growth with layers, width, tasks and ranks
 processes    a fold shared out among two processes
 out_of_core  models larger than memory, from disk to disk
 together     the same by one process with one thread and by two, under torchrun
+cost         a cost model fitted to small folds, and what it predicts for large ones (docs/scaling.md)
 gpu          eight tasks of ViT-B/32 and ViT-L/14 shapes on a GPU, checked against the CPU
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cost import cost
 from benchmarks.gpu import gpu
 from benchmarks.literal import literal
 from benchmarks.out_of_core import out_of_core
@@ -31,6 +33,7 @@ PARTS = {
     "processes": processes,
     "out_of_core": out_of_core,
     "together": together,
+    "cost": cost,
     "gpu": gpu,
 }
 

@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))  # they are no part of the package
 
 from benchmarks import __main__ as command
-from benchmarks import out_of_core, scaling
+from benchmarks import cost, out_of_core, scaling
 from safemerge_pl.maths import linalg
 
 
@@ -44,6 +44,31 @@ def test_growth_varies_one_thing_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         ("task_rank", 3),
     ]
     assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_the_cost_model_is_fitted_checked_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which is the only one that folds."""
+    monkeypatch.setattr(cost, "_FITTED", [(16, 1, 1), (16, 2, 1), (32, 1, 1)])
+    monkeypatch.setattr(cost, "_CHECKED", [(32, 2, 1)])
+    monkeypatch.setattr(cost.mp, "start_processes", lambda work, given, **_: work(0, *given))
+    threads = torch.get_num_threads()
+    try:
+        rows = rows_of("cost", tmp_path, monkeypatch)
+    finally:
+        torch.set_num_threads(threads)
+    assert [row["kind"] for row in rows if "kind" in row] == ["fit"] * 6 + ["check"] * 2
+    assert all(row["ratio"] == row["predicted_s"] / row["measured_s"] for row in rows if "kind" in row)
+    hours = [row["hours"] for row in rows if row.get("nodes") == 1]
+    assert len(hours) == 3
+    assert hours == sorted(hours)
+
+
+def test_rates_of_costs_are_found_again_and_none_is_negative() -> None:
+    folds = [cost.Fold(*parts) for parts in ((1, 0, 0, 0), (2, 1, 0, 0), (1, 2, 1, 1), (3, 1, 2, 1), (1, 1, 0, 4))]
+    rates, start = cost.fit(folds, [2 * sum(fold.values()) + 1 for fold in folds])
+    assert [*rates, start] == pytest.approx([2, 2, 2, 1])
+    rates, start = cost.fit(folds, [10 + fold.operations - fold.messages for fold in folds])
+    assert min(*rates, start) >= 0
 
 
 def test_each_rival_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
