@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.layers import MergeLayer
-from safemerge_pl.checkpoints.adapter import Adapter
 from safemerge_pl.checkpoints.differences import Likeness, Mismatch
 from safemerge_pl.checkpoints.fit import Fitted, fit
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, match_names, open_checkpoint
-from safemerge_pl.checkpoints.tensors import HASHED_AT_ONCE, LazyTensors, hash_each, hash_lines, tied_names
-from safemerge_pl.checkpoints.values import require_dtype, require_finite, require_values
+from safemerge_pl.checkpoints.snapshot import read_finite, take_snapshot
+from safemerge_pl.checkpoints.tensors import LazyTensors
+from safemerge_pl.checkpoints.values import require_dtype, require_finite
 from safemerge_pl.folding.bound import MaxResponse, choose_bound, measure_response, scale_vector
-from safemerge_pl.folding.engine import Folding, plan_fold
+from safemerge_pl.folding.division import Division
+from safemerge_pl.folding.engine import Folding
 from safemerge_pl.folding.fates import Taken, add_up
 from safemerge_pl.folding.leading import QUICKLY_DECOMPOSED, LeadingDirections
 from safemerge_pl.folding.left_out import describe_merge, measure_left, remark
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport, LayerReport, leading_of
 from safemerge_pl.folding.selection import plan_merge
-from safemerge_pl.folding.shares import divide_rest, divide_work
 from safemerge_pl.folding.store import DiskTensors
 from safemerge_pl.maths.response import bounded_scale
 from safemerge_pl.methods.base import MergeMethod
@@ -44,9 +44,8 @@ from safemerge_pl.output.ledger import continue_ledger, ledger_line, provenance
 from safemerge_pl.output.publish import push_folder
 from safemerge_pl.output.saving import read_merge, save_merge
 from safemerge_pl.output.side_files import OutputDtype
-from safemerge_pl.output.state import STATE_FORMAT, MergeState, require_format
+from safemerge_pl.output.state import STATE_FORMAT, MergeState, explain_reference, require_format
 from safemerge_pl.runtime.arithmetic import exact_arithmetic
-from safemerge_pl.runtime.cores import map_on_cores
 from safemerge_pl.runtime.disk_cache import CachedTensors
 from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.names import suggest_options
@@ -125,7 +124,7 @@ class ContinualMerger:
         self.method = SafeMerge() if method is None else method
         require_plain_settings(self.method)
         self.max_response = choose_bound(self.method, max_response)
-        self.plan = plan_merge(_snapshot(pretrained), self.method, layers)
+        self.plan = plan_merge(take_snapshot(pretrained), self.method, layers)
         self.device = torch.device(device)
         self.processes = Processes(shared=False) if processes is None else processes  # a Trainer may set others
         # called now and then with the task, and the merged and the total number of its weights
@@ -134,17 +133,17 @@ class ContinualMerger:
         self._now = _Position()
         self._own_energies: dict[str, float] = {}  # of the pretrained matrices, for the response
         self._caches: dict[tuple[str, ...], CachedTensors] = {}
-        self._divided: tuple[Processes | None, torch.device, dict[str, int]] = (None, self.device, {})
+        self._divided = Division(self.plan, self.method, self.device, self.processes)
         self._leading = LeadingDirections(self.plan.parameters, self.pretrained)
         self.leaves_rest = True  # what is not merged is pretrained; somebody may keep it as trained
         with exact_arithmetic(self.device):
             for name in self.plan.parameters:
                 require_dtype(self.pretrained, name)
             own = Likeness(self.plan.units)
-            self.reference = self._hash(
-                lambda name: own.add(name, _read_finite(self.pretrained, name).float()), self.processes.apart
+            self.reference = self._division.hash(
+                lambda name: own.add(name, read_finite(self.pretrained, name).float()), self.processes.apart
             )
-        self._lengths = self._collect_lengths(own)
+        self._lengths = self._division.collect_lengths(own)
 
     @property
     def pretrained(self) -> Checkpoint:
@@ -232,12 +231,12 @@ class ContinualMerger:
         try:
             with exact_arithmetic(self.device):
                 fitted, hashed, likeness = self._examine(incoming, task)
-                left = measure_left(fitted, self.pretrained, self.processes, self._owners()) if self.leaves_rest else {}
+                left = self._measure_left(fitted)
                 folding = self._folding(fitted, task)
                 staged = self.processes.agree(self._room)
                 folding.run(staged)
                 response, scale = self._measure(staged)
-                merged = self._hash(self._deploy(staged.__getitem__, scale), self.processes.count > 1)
+                merged = self._division.hash(self._deploy(staged.__getitem__, scale), self.processes.count > 1)
                 rows = [folding.rows[layer.name] for layer in self.plan.units]
                 strange = likeness.notes(self._lengths, {row.layer: row.task_norm for row in rows})
                 shares, leading = add_up(self._taken(rows), left), leading_of(rows)
@@ -265,7 +264,7 @@ class ContinualMerger:
                     **provenance(fitted),
                 )
                 line = self.processes.agree(lambda: self._ledger_line(report))
-                self._spread(staged)
+                self._division.spread(staged)
             # all that can fail is done: from here on the merge has the task, report and ledger line included
             self._now = _Position(staged, (*before.reports, report), (*before.ledger, line))
         except BaseException as error:
@@ -337,7 +336,7 @@ class ContinualMerger:
             label=self.method.label,
             saved=self.saved,
             processes=self.processes if self.processes.apart else Processes(shared=False),
-            owners=self._owners() if self.processes.apart else dict.fromkeys(self.pretrained, 0),
+            owners=self._division.owners if self.processes.apart else dict.fromkeys(self.pretrained, 0),
             scores=scores or {},
         )
         options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "copy_code": copy_code}
@@ -366,7 +365,8 @@ class ContinualMerger:
         Raises:
             CheckpointError: if nothing was saved since the last fold, or the hub does not take it.
         """
-        if self.saved is None or read_merge(self.saved).values.get("merged") != self.fingerprint():
+        saved = [] if self.saved is None else read_merge(self.saved).values["reports"]
+        if self.saved is None or [report.get("merged") for report in saved] != [each.merged for each in self.reports]:
             raise CheckpointError(f"the merge is not saved as it is, so it cannot be put into {repo}: `save` it first.")
         return push_folder(self.saved, repo, private=private, message=message or f"Merge {', '.join(self.tasks)}")
 
@@ -421,7 +421,7 @@ class ContinualMerger:
             "reference": self.reference,
             "merged": self.fingerprint()  # of the masters
             if self.scale == 1.0
-            else self._hash(self._current, self.processes.apart),
+            else self._division.hash(self._current, self.processes.apart),
             **({} if self.max_response is None else {"max_response": self.max_response}),
             "method": describe_method(self.method),
             "reports": [asdict(report) for report in self.reports],
@@ -436,7 +436,8 @@ class ContinualMerger:
         require_format(state.get("format"), "the saved state")
         require_same_method(self.method, state.get("method", {}))
         if state.get("reference") != self.reference:
-            raise CheckpointError(self._another_reference(state))
+            units = [unit.name for unit in self.plan.units]
+            raise CheckpointError(explain_reference(state, units, self.pretrained.source, self.reference))
         if state.get("max_response") != self.max_response:
             raise CheckpointError(
                 f"the merge was made with `max_response` {state.get('max_response')}, not {self.max_response}; use the "
@@ -444,11 +445,11 @@ class ContinualMerger:
             )
         checkpoint = open_checkpoint(weights)
         names = match_names(self.plan.parameters, checkpoint, self.pretrained)
-        own = [name for name in names if self._is_own(name)]
+        own = [name for name in names if self._division.is_own(name)]
         merged: Mapping[str, Tensor] = LazyTensors(own, lambda name: checkpoint[names[name]].detach().float().cpu())
         if self.workspace is None:
             merged = {name: tensor.clone() for name, tensor in merged.items()}
-        if self._hash(merged.__getitem__, self.processes.apart) != state.get("merged"):
+        if self._division.hash(merged.__getitem__, self.processes.apart) != state.get("merged"):
             raise CheckpointError(
                 f"{checkpoint.source}: the merged weights are not those that the state was saved with."
             )
@@ -464,71 +465,20 @@ class ContinualMerger:
         before, self._now = self._now, _Position(merged, reports, lines)
         before.close()
 
-    def _another_reference(self, state: Mapping[str, Any]) -> str:
-        """Why a saved merge has other pretrained layers: others were chosen, or the model is another one."""
-        reports = state.get("reports") or [{}]
-        rows = reports[0].get("layers") if isinstance(reports, list) and isinstance(reports[0], dict) else None
-        then = {row.get("layer") for row in rows if isinstance(row, dict)} if isinstance(rows, (list, tuple)) else set()
-        odd = sorted(str(name) for name in then ^ {unit.name for unit in self.plan.units})
-        if then and odd:
-            return (
-                f"the merge was made of other layers than are chosen now ({len(odd)} differ, first `{odd[0]}`); give "
-                "the same `layers` and pretrained model."
-            )
-        return (
-            "the merge was started from another pretrained model (its layers hash to "
-            f"{str(state.get('reference'))[:12]}, those of {self.pretrained.source} to {self.reference[:12]}); give "
-            "the same one."
-        )
-
     def _ledger_line(self, report: FoldReport) -> str:
         return ledger_line(report, self.method.label, self.method.settings())
 
-    def _owners(self) -> dict[str, int]:
-        """Rank of the process that folds each parameter, and reads and writes each tensor that is not merged."""
-        if self._divided[:2] != (self.processes, self.device):  # a Trainer may have set others
-            stacks = plan_fold(self.layers, self.method, self.device)
-            owners = divide_work(stacks, self.others, self.processes.count, whole=not self.method.concurrent)
-            owners |= divide_rest(self.pretrained.shapes(), owners, self.processes.count)
-            self._divided = self.processes, self.device, owners
-        return self._divided[2]
-
-    def _is_own(self, name: str) -> bool:
-        """Whether this process has a parameter's merged weights."""
-        return not self.processes.apart or self._owners()[name] == self.processes.rank
-
-    def _hash(self, read: Callable[[str], Tensor], together: bool) -> str:
-        """Fingerprint of the layers inside the parameters that ``read`` gives, a few of which are held at a time.
-
-        Args:
-            read: gives a parameter.
-            together: each process reads its own parameters alone; all of them make this call.
-        """
-        # the parts of a fused tensor do not follow each other by name
-        read = functools.lru_cache(4 + min(HASHED_AT_ONCE, torch.get_num_threads()))(read)
-        layers = {layer.name: layer for layer in sorted(self.plan.units, key=lambda layer: layer.name)}
-
-        def hash_them(names: list[str]) -> list[str]:
-            tensors = LazyTensors(names, lambda name: layers[name].view(read(layers[name].parameter)))
-            return hash_each(tensors, self.processes.check if together else lambda: None)
-
-        if not together:
-            return hash_lines(hash_them(list(layers)))
-        owners, rank = self._owners(), self.processes.rank
-        own = [name for name, layer in layers.items() if owners[layer.parameter] == rank]
-        lines = self.processes.collect(lambda: dict(zip(own, hash_them(own), strict=True)))
-        return hash_lines([lines[name] for name in layers])
-
-    def _spread(self, staged: MutableMapping[str, Tensor]) -> None:
-        """Give the new weights to all processes, where each of them needs all."""
-        if self.method.concurrent and not self.processes.apart:  # of other methods every process has them already
-            shapes = {name: self.pretrained.shape(name) for name in self.plan.parameters}
-            self.processes.spread(staged, shapes, self._owners(), self.device)
+    @property
+    def _division(self) -> Division:
+        """How the work is shared out; anew once a Trainer has set other processes or another device."""
+        if not self._divided.is_of(self.processes, self.device):
+            self._divided = Division(self.plan, self.method, self.device, self.processes)
+        return self._divided
 
     def _current(self, name: str) -> Tensor:
         """A parameter with the whole accumulated vector."""
         merged = self._now.merged.get(name)
-        if merged is None and self._now.reports and not self._is_own(name):
+        if merged is None and self._now.reports and not self._division.is_own(name):
             raise RuntimeError(f"`{name}` is merged by another process; save the merge and read it from there.")
         return self.pretrained[name].float() if merged is None else merged
 
@@ -549,10 +499,16 @@ class ContinualMerger:
             staged.__getitem__,
             device=self.device,
             processes=self.processes,
-            owners=self._owners(),
+            owners=self._division.owners,
             own=self._own_energies,
         )
         return response, bounded_scale(response, self.max_response)
+
+    def _measure_left(self, incoming: Fitted) -> dict[str, float]:
+        """What of the incoming model is not merged at all."""
+        if not self.leaves_rest:
+            return {}
+        return measure_left(incoming, self.pretrained, self.processes, self._division.owners)
 
     def _kept_fraction(self, rows: Sequence[LayerReport]) -> float:
         """Share of all entries that were merged."""
@@ -579,15 +535,11 @@ class ContinualMerger:
             return likeness.add(name, tensor)
 
         if self.processes.apart:
-            hashed = self._hash(read, together=True)
+            hashed = self._division.hash(read, together=True)
         else:  # in training the models are equal, which whoever trains sees by this very hash
-            hashed = self.processes.agree(lambda: self._hash(read, together=False))
-        likeness.lengths = self._collect_lengths(likeness)
+            hashed = self.processes.agree(lambda: self._division.hash(read, together=False))
+        likeness.lengths = self._division.collect_lengths(likeness)
         return fitted, hashed, likeness
-
-    def _collect_lengths(self, likeness: Likeness) -> dict[str, float]:
-        """Lengths of all layers, also of those that other processes have read."""
-        return self.processes.collect(lambda: likeness.lengths) if self.processes.apart else likeness.lengths
 
     def _check_changed(self, incoming: Source, task: str) -> Fitted:
         fitted = self.check(incoming, task, values=False)
@@ -607,7 +559,7 @@ class ContinualMerger:
             incoming=incoming,
             device=self.device,
             processes=self.processes,
-            owners=self._owners(),
+            owners=self._division.owners,
             reference=self.reference,
             caches=self._caches,
             # the directions of an adapter are those that it began with
@@ -632,28 +584,3 @@ class ContinualMerger:
         for earlier in self._now.reports:
             if earlier.incoming == hashed:
                 yield f"the same weights were folded before, as '{earlier.task}'"
-
-
-def _read_finite(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read a tensor, and see that it has neither NaN nor Inf."""
-    tensor = checkpoint[name]
-    require_finite(tensor, name, checkpoint.source)
-    return tensor
-
-
-def _snapshot(pretrained: Source) -> Checkpoint:
-    """The pretrained model; copied where somebody else could change its tensors."""
-    checkpoint = open_checkpoint(pretrained)
-    if isinstance(checkpoint, Adapter):
-        raise CheckpointError(f"{checkpoint.source} is an adapter; `pretrained` needs the whole model it was made for.")
-    if isinstance(pretrained, (str, Path, Checkpoint)):
-        return checkpoint
-    for name in checkpoint:
-        require_values(checkpoint[name], name, checkpoint.source)
-    aliases = tied_names(checkpoint)
-    own = [name for name in checkpoint if name not in aliases]
-    tensors = dict(zip(own, map_on_cores(lambda name: checkpoint[name].detach().cpu().clone(), own), strict=True))
-    tensors |= {alias: tensors[name] for alias, name in aliases.items()}
-    snapshot = open_checkpoint({name: tensors[name] for name in checkpoint})
-    snapshot.source, snapshot.config = checkpoint.source, checkpoint.config
-    return snapshot

@@ -1,7 +1,7 @@
 """What of a merge goes into an output, and what is found in an earlier one."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.output.files import MASTER_FILE, STATE_FILE
 from safemerge_pl.output.ledger import read_ledger
 
-__all__ = ["STATE_FORMAT", "MergeState", "SavedMerge", "read_state", "require_format"]
+__all__ = ["STATE_FORMAT", "MergeState", "SavedMerge", "explain_reference", "read_state", "require_format"]
 
 STATE_FORMAT = 2
 """Of the state file; format 1 had hashes that were taken in another way."""
@@ -115,3 +115,27 @@ def require_format(version: object, source: str) -> None:
     if version != STATE_FORMAT:
         remedy = "fold again from the pretrained model" if version == 1 else "use a newer safemerge_pl"
         raise CheckpointError(f"{source} has format {version}, this version reads format {STATE_FORMAT}; {remedy}.")
+
+
+def explain_reference(state: Mapping[str, Any], units: Iterable[str], source: str, reference: str) -> str:
+    """Say why a saved merge has other pretrained layers: others were chosen, or the model is another one.
+
+    Args:
+        state: the plain values of the saved merge.
+        units: names of the layers that are chosen now.
+        source: the pretrained model that is given now.
+        reference: fingerprint of its layers.
+    """
+    reports = state.get("reports") or [{}]
+    rows = reports[0].get("layers") if isinstance(reports, list) and isinstance(reports[0], dict) else None
+    then = {row.get("layer") for row in rows if isinstance(row, dict)} if isinstance(rows, (list, tuple)) else set()
+    odd = sorted(str(name) for name in then ^ set(units))
+    if then and odd:
+        return (
+            f"the merge was made of other layers than are chosen now ({len(odd)} differ, first `{odd[0]}`); give "
+            "the same `layers` and pretrained model."
+        )
+    return (
+        "the merge was started from another pretrained model (its layers hash to "
+        f"{str(state.get('reference'))[:12]}, those of {source} to {reference[:12]}); give the same one."
+    )
