@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import tiny
-from tiny import folded, fresh, tower, tuned
+from tiny import fast_method, folded, fresh, tower, tuned
 
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.cli import main
 from safemerge_pl.commands.fold import fold_once
+from safemerge_pl.merger import ContinualMerger
 
 
 class Hub:
@@ -83,7 +84,16 @@ def test_the_folder_on_the_hub_is_the_one_on_disk(hub: Hub, tmp_path: Path) -> N
     assert (hub.private["owner/open"], hub.messages[-1]) == (False, "first")
 
 
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_a_merge_of_which_a_part_is_deployed_can_be_published(hub: Hub, tmp_path: Path) -> None:
+    """Its state holds the hash of the whole accumulated vector, not of what is deployed."""
+    merger = ContinualMerger(tower(), fast_method(), max_response=1e-4)
+    merger.fold(tuned(tower(), 1), "task1")
+    assert merger.scale < 1
+    out = merger.save(tmp_path / "out")
+    merger.push_to_hub("owner/merge")
+    assert on_hub(hub, "owner/merge") == on_disk(out)
+
+
 def test_fold_and_push(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = tiny.folder_of(tmp_path / "base", tower(), config={})
     task, out = tiny.folder_of(tmp_path / "task", tuned(tower(), 1)), tmp_path / "out"
