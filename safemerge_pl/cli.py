@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from safemerge_pl.errors import SilentExit
 from safemerge_pl.runtime.configs import append_repeated, packaged_configs, resolve_configs
 from safemerge_pl.runtime.console import be_quiet, tolerate_names
 from safemerge_pl.runtime.names import did_you_mean
@@ -109,6 +110,8 @@ def main(args: Sequence[str] | None = None) -> None:
     with catch_stops() as stop, be_quiet() if len(argv) < len(given) else contextlib.nullcontext():
         try:
             _run(argv)
+        except SilentExit:
+            raise
         except BaseException as error:  # Lightning makes an exit of an interrupt
             if stop.number is None and not isinstance(error, KeyboardInterrupt):
                 raise

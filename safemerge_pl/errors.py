@@ -1,6 +1,6 @@
 """Errors that a user's input can end in."""
 
-__all__ = ["CheckpointError", "UnknownOptionError"]
+__all__ = ["CheckpointError", "SilentExit", "UnknownOptionError"]
 
 
 class CheckpointError(ValueError):
@@ -9,3 +9,7 @@ class CheckpointError(ValueError):
 
 class UnknownOptionError(TypeError, ValueError):
     """Raised for an option that does not exist; the message has the nearest name. A ``TypeError``, as Python's own."""
+
+
+class SilentExit(SystemExit):
+    """The end of a process of several, where another one says why."""

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from safemerge_pl.checkpoints import CheckpointError, Source
-from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.methods import MergeMethod, SafeMerge, Stack, StackResult
 
 Tensors = dict[str, Tensor]
@@ -276,3 +276,8 @@ def seeded() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
+
+
+def notes_but_head(report: FoldReport) -> tuple[str, ...]:
+    """What a fold notes, but for a trained head that stays pretrained, as every model with a head has it."""
+    return tuple(note for note in report.notes if not note.startswith("its head was trained"))

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from safemerge_pl.architectures.embeddings import is_position_table, is_vocabulary
+from safemerge_pl.architectures.groups import is_head
 from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.checkpoints.refusals import read_config
 from safemerge_pl.checkpoints.tensors import Checkpoint, View, is_floating
@@ -80,6 +81,11 @@ def tokenizers(pretrained: Checkpoint, parameters: Sequence[str], incoming: Chec
             yield f"its {name} is another one than the pretrained model's: do the rows of the embeddings match?"
 
 
+def _is_telling(layer: MergeLayer) -> bool:
+    """Whether a matrix of a fine-tune is like the pretrained one; a head may have been made anew."""
+    return len(layer.shape) == 2 and min(layer.shape) > 1 and not is_head(layer.parameter)
+
+
 class Likeness:
     """Cosines between the merged weights of two models: a fine-tune's are near one, a stranger's near zero.
 
@@ -133,7 +139,7 @@ class Likeness:
                 f"its weights have a cosine of {cosine:.2f} with the pretrained model's: is it a fine-tune of this "
                 "model?",
             )
-        matrices = [layer.name for layer in layers if len(layer.shape) == 2 and min(layer.shape) > 1]
+        matrices = [layer.name for layer in layers if _is_telling(layer)]
         cosines = {name: products[name] / norm for name in matrices if (norm := pretrained[name] * self.lengths[name])}
         strange = [
             name for name in cosines if cosines[name] < _UNLIKE and self.lengths[name] < _GROWN * pretrained[name]

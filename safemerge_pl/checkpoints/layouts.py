@@ -53,10 +53,13 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
         return None
     known = {name for name in parts if parts[name] and all(part.name in theirs for part in parts[name])}
     unknown = [name for name in wanted if name not in known]
+    renamed = _renamed(blocks, parts, theirs)
+    if unknown and same and not renamed:
+        return None
     if unknown:
         raise CheckpointError(
             f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "
-            f"of {len(wanted)} tensors, first `{unknown[0]}`{_renamed(blocks, parts, theirs)}; convert it to the "
+            f"of {len(wanted)} tensors, first `{unknown[0]}`{renamed}; convert it to the "
             "pretrained model's layout, or give both as folders or both in memory, where transformers has other names "
             "than in its files."
         )

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from safemerge_pl.errors import CheckpointError
+from safemerge_pl.errors import CheckpointError, SilentExit
 from safemerge_pl.folding.processes import Board, LostError, PeerError, Processes
 
 __all__ = ["choose_device", "join_processes"]
@@ -138,8 +138,8 @@ def _one_voice(processes: Processes, board: Board) -> Iterator[None]:
             else:
                 board.set("tidy", "")
         if not speaks:
-            raise SystemExit(1) from None
-        if isinstance(error, KeyboardInterrupt):
+            raise SilentExit(1) from None
+        if isinstance(error, KeyboardInterrupt) and processes.rank:  # on the first it is told by what runs there
             print("safemerge: interrupted; the output is as it was.", file=sys.stderr)
             raise SystemExit(130) from None
         if isinstance(error, LostError):

@@ -58,7 +58,7 @@ def remark(
         yield f"its `{broken[0]}` has NaN or Inf; it is not merged"
     heads = [name for name, size in left.items() if size and is_head(name)]
     share = sum(group.pretrained for group in shares if group.group == "head")
-    if heads and share:
+    if heads and share >= 0.0005:  # less would be called 0.0%
         yield (
             f"its head was trained ({share:.1%} of the squared task vector) and stays pretrained, first `{heads[0]}`: "
             "name it with `layers` beside the matrices to merge, take a method that merges every tensor "

@@ -21,6 +21,7 @@ _LISTS = (
     "figures",
     "y",
     "callbacks",
+    "templates",
 )
 """Options that take a list, wherever they stand in a configuration."""
 

@@ -198,7 +198,7 @@ class Counted:
 def test_a_hundred_shards_are_checked_by_their_headers_and_folded_by_what_is_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each header is read once; a fold reads no tensor that it does not merge."""
+    """Each header is read once; a fold reads what it merges, and once what else of a model may have been trained."""
     tensors = tiny.tower(layers=8)
     folders = []
     for side, content in (("base", tensors), ("expert", tiny.tuned(tensors, 1))):
@@ -217,4 +217,5 @@ def test_a_hundred_shards_are_checked_by_their_headers_and_folded_by_what_is_mer
     assert len(tally.opened) == len(set(tally.opened)) == 100
     assert tally.read == []
     merger.fold(checkpoint, "task")
-    assert set(tally.read) == set(tiny.only_weights(tensors))
+    weights = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
+    assert set(tiny.only_weights(tensors)) < set(tally.read) <= weights, "nothing that the base does not have"
