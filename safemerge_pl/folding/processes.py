@@ -100,19 +100,13 @@ class Processes:
         """
         if self.count == 1:
             return work()
-        result, failure, _ = self._attempt(work, lambda result: None)
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[return-value]
+        return self._attempt(work, lambda result: None)[0]
 
     def share(self, work: Callable[[], _Out]) -> list[_Out]:
         """The same for work that has a plain result, which reaches all: everybody's, by rank."""
         if self.count == 1:
             return [work()]
-        _, failure, found = self._attempt(work, lambda result: result)
-        if failure is not None:
-            raise failure
-        return found
+        return self._attempt(work, lambda result: result)[1]
 
     def collect(self, work: Callable[[], Mapping[str, _Out]]) -> dict[str, _Out]:
         """The same for plain values by name, each name at one process."""
@@ -126,10 +120,8 @@ class Processes:
         """
         return self.share(work if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
 
-    def _attempt(
-        self, work: Callable[[], _Out], sent: Callable[[_Out], Any]
-    ) -> tuple[_Out | None, Exception | None, list[Any]]:
-        """Own result, or what there is to raise, and what everybody sent of it."""
+    def _attempt(self, work: Callable[[], _Out], sent: Callable[[_Out], Any]) -> tuple[_Out, list[Any]]:
+        """Own result, and what everybody sent of theirs; raises where it failed here or elsewhere."""
         self._turn += 1
         result: _Out | None = None
         failure: Exception | None = None
@@ -146,8 +138,10 @@ class Processes:
         everybody = self.gather((message, None if result is None else sent(result)))
         for rank, (told, _) in enumerate(everybody):
             if told is not None and message is None:
-                return None, PeerError(f"process {rank} failed: {told}"), []
-        return result, failure, [found for _, found in everybody]
+                raise PeerError(f"process {rank} failed: {told}")
+        if failure is not None:
+            raise failure
+        return result, [found for _, found in everybody]  # type: ignore[return-value]
 
     def check(self) -> None:
         """Leave long work inside of :meth:`agree` early if another process has failed meanwhile."""
