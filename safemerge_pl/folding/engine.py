@@ -12,7 +12,7 @@ from torch import Tensor
 
 from safemerge_pl.architectures.layers import MergeLayer
 from safemerge_pl.errors import CheckpointError
-from safemerge_pl.folding.leading import LeadingDirections
+from safemerge_pl.folding.leading import LeadingDirections, share_inside
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import LayerReport, layer_rows
 from safemerge_pl.folding.rounding import unrounded
@@ -231,11 +231,13 @@ class Folding:
 
     def _with_leading(self, layers: _Layers, stack: Stack, rows: list[LayerReport]) -> list[LayerReport]:
         """The reports, with where the change of those layers lies that are looked at."""
+        if self.leading is None:
+            return rows
         for place, layer in enumerate(layers):
-            part = None if self.leading is None else self.leading.part_of(layer)
-            if part is not None and self.leading is not None:
-                inside, whole = self.leading.inside(part, stack.pretrained[place], stack.task_vector[place])
-                rows[place] = replace(rows[place], leading=inside / whole if 0 < whole < math.inf else None)
+            part = self.leading.part_of(layer)
+            if part is not None:
+                energies = self.leading.inside(part, stack.pretrained[place], stack.task_vector[place])
+                rows[place] = replace(rows[place], leading=share_inside([energies]))
         return rows
 
     def _fold_rest(self, batch: list[_Layers], on_cores: bool) -> list[Folded]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,8 +12,8 @@ from safemerge_pl.runtime.cores import flat_parts, length_of
 
 __all__ = ["FATES", "GroupShares", "Taken", "add_up", "in_words", "left_energy", "total"]
 
-FATES = ("merged", "masked", "recovered", "pretrained")
-"""What becomes of a part of a task vector."""
+FATES = {"merged": "merged", "masked": "masked away", "recovered": "recovered", "pretrained": "left pretrained"}
+"""What becomes of a part of a task vector, and how it is called."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ def total(shares: Sequence[GroupShares]) -> GroupShares:
         >>> total([GroupShares("head", pretrained=0.25), GroupShares("other", merged=0.75)])
         GroupShares(group='all', merged=0.75, masked=0.0, recovered=0.0, pretrained=0.25)
     """
-    kinds = (entry.name for entry in fields(GroupShares) if entry.name != "group")
-    return GroupShares("all", *(math.fsum(getattr(group, kind) for group in shares) for kind in kinds))
+    return GroupShares("all", *(math.fsum(getattr(group, fate) for group in shares) for fate in FATES))
 
 
 def in_words(shares: Sequence[GroupShares]) -> str:
@@ -112,10 +111,9 @@ def in_words(shares: Sequence[GroupShares]) -> str:
     if not shares:
         return ""
     whole = total(shares)
-    words = {"merged": "merged", "masked": "masked away", "recovered": "recovered", "pretrained": "left pretrained"}
     parts = [
-        f"{_percent(getattr(whole, fate))}{' of the squared task vector' if fate == 'merged' else ''} {words[fate]}"
-        for fate in FATES
+        f"{_percent(getattr(whole, fate))}{' of the squared task vector' if fate == 'merged' else ''} {words}"
+        for fate, words in FATES.items()
         if fate == "merged" or getattr(whole, fate) >= 0.0005
     ]
     left = sorted((group for group in shares if group.pretrained >= 0.0005), key=lambda group: -group.pretrained)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from safemerge_pl.folding.fates import FATES, GroupShares, in_words, total
+from safemerge_pl.folding.leading import share_inside
 from safemerge_pl.methods.base import Stack, StackResult
 from safemerge_pl.runtime.cores import distances
 
@@ -117,7 +118,7 @@ class FoldReport:
 
         table = Table(title=f"{self.task}: the squared task vector (%)")
         table.add_column("", no_wrap=True)
-        for head in ("merged", "masked away", "recovered", "left pretrained", "all"):
+        for head in (*FATES.values(), "all"):
             table.add_column(head, justify="right")
         for group in self.shares:
             table.add_row(group.group, *map(_percent, _parts(group)))
@@ -213,8 +214,7 @@ def leading_of(rows: Sequence[LayerReport]) -> float | None:
         0.32
     """
     pairs = [(row.leading * row.task_norm**2, row.task_norm**2) for row in rows if row.leading is not None]
-    inside, whole = (math.fsum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-    return inside / whole if 0 < whole < math.inf else None
+    return share_inside(pairs)
 
 
 def whole_row(parts: list[tuple[float, LayerReport]]) -> LayerReport:
