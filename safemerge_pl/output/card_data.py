@@ -1,7 +1,7 @@
 """The front matter of a model card: what the hub reads of an output."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,17 @@ from safemerge_pl.runtime.files import local_path
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
-__all__ = ["card_data", "find_licences"]
+__all__ = ["Cards", "card_data", "find_licences", "read_cards"]
+
+Cards = Sequence[tuple[str, dict[str, Any]]]
+"""Name of a model, and the front matter of its own card; that of the base comes first."""
 
 _LONGEST = 10**6
 """Bytes of a model card that is read."""
 
 
-def card_data(state: MergeState, base: Checkpoint, loader: Loader) -> "ModelCardData":
-    """What the hub reads: the models that were merged, their data sets and licence, and the scores.
+def card_data(state: MergeState, base: Checkpoint, cards: Cards, loader: Loader) -> "ModelCardData":
+    """Collect what the hub reads: the models that were merged, their data sets and licence, and the scores.
 
     Models are named where they came from the hub; a local path means nothing to other readers. Licence and data sets
     are those that the cards of the models name; there is no licence where they name different ones.
@@ -30,21 +33,21 @@ def card_data(state: MergeState, base: Checkpoint, loader: Loader) -> "ModelCard
     Args:
         state: what was merged.
         base: the model whose files complete the output.
+        cards: of the models, from :func:`read_cards`.
         loader: how the output is loaded.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
-    licences = set(find_licences(state, base).values())
+    licences = set(find_licences(cards).values())
     found: dict[str, Any] = {"license": licences.pop()} if len(licences) == 1 else {}
     models = [name for name in map(_hub_id, [base.source, *(report.source for report in state.reports)]) if name]
     if models:
         found |= {"base_model": models[0] if len(models) == 1 else list(dict.fromkeys(models))}
         found |= {"base_model_relation": "merge"}
-    cards = [card for _, card in _cards(state, base)]
-    sets = [name for card in cards for name in _texts(card.get("datasets"))]
+    sets = [name for _, card in cards for name in _texts(card.get("datasets"))]
     if sets:
         found["datasets"] = list(dict.fromkeys(sets))
-    kind = next((card["pipeline_tag"] for card in cards[:1] if isinstance(card.get("pipeline_tag"), str)), "other")
+    kind = next((card["pipeline_tag"] for _, card in cards[:1] if isinstance(card.get("pipeline_tag"), str)), "other")
     if state.scores:
         found["model_name"] = "merged"
         found["eval_results"] = [
@@ -55,16 +58,31 @@ def card_data(state: MergeState, base: Checkpoint, loader: Loader) -> "ModelCard
     return ModelCardData(library_name=loader.library, tags=["merge", "continual-learning", "safemerge_pl"], **found)
 
 
-def find_licences(state: MergeState, base: Checkpoint) -> dict[str, str]:
-    """The licence of each model whose own card names one, by the name of the model."""
-    return {name: card["license"] for name, card in _cards(state, base) if isinstance(card.get("license"), str)}
+def find_licences(cards: Cards) -> dict[str, str]:
+    """Find the licence of each model whose own card names one, by the name of the model.
+
+    Args:
+        cards: of the models, from :func:`read_cards`.
+
+    Example:
+        >>> find_licences([("the base", {"license": "mit"}), ("digits", {})])
+        {'the base': 'mit'}
+    """
+    return {name: card["license"] for name, card in cards if isinstance(card.get("license"), str)}
 
 
-def _cards(state: MergeState, base: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Front matter of the cards beside the base and the incoming models; that of the base comes first."""
-    yield "the base", _front_matter(base.folder)
-    for report in state.reports:
-        yield report.task, _front_matter(None if report.path is None else Path(report.path))
+def read_cards(state: MergeState, base: Checkpoint) -> Cards:
+    """Read the front matter of the cards beside the base and the incoming models.
+
+    Args:
+        state: what was merged.
+        base: the model whose files complete the output.
+
+    Returns:
+        The base first, then one per fold; empty for a model without a card, or with one that cannot be read.
+    """
+    incoming = ((report.task, None if report.path is None else Path(report.path)) for report in state.reports)
+    return [(name, _front_matter(place)) for name, place in (("the base", base.folder), *incoming)]
 
 
 def _front_matter(place: Path | None) -> dict[str, Any]:

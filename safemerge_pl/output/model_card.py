@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safemerge_pl.checkpoints.open import Checkpoint
 from safemerge_pl.folding.fates import in_words
-from safemerge_pl.output.card_data import card_data, find_licences
+from safemerge_pl.output.card_data import Cards, card_data, find_licences, read_cards
 from safemerge_pl.output.files import LEDGER_FILE
 from safemerge_pl.output.loaders import Loader
 from safemerge_pl.output.state import MergeState
@@ -30,7 +30,7 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
         notes: what the output lacks.
         loader: how the output is loaded.
     """
-    settings = state.values["method"]["init_args"]
+    settings, cards = state.values["method"]["init_args"], read_cards(state, base)
     rows = [
         f"| {r.index} | {_cell(r.task)} | `{_cell(r.source)}` | {r.revision or ''} | `{r.incoming[:16]}` "
         f"| `{r.merged[:16]}` | {r.kept_fraction:.1%} | {r.time or ''} |"
@@ -38,7 +38,7 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
     ]
     lines = [
         "---",
-        card_data(state, base, loader).to_yaml(),
+        card_data(state, base, cards, loader).to_yaml(),
         "---",
         "",
         "# Merged model",
@@ -62,7 +62,7 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
         f"- settings: {', '.join(f'{key}={value}' for key, value in settings.items()) or 'none'}",
         f"- command: `{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`",
         "- " + ", ".join(f"{key} {value}" for key, value in environment().items()),
-        *_licences(state, base),
+        *_licences(cards),
         *(f"- note: {note}" for note in notes),
     ]
     known = [base.source, str(base.folder), *(str(place) for r in state.reports for place in (r.source, r.path))]
@@ -94,9 +94,9 @@ def _scores(state: MergeState) -> list[str]:
     return ["Scored after the last fold, in %:", "", "| set | score |", "|---|---:|", *rows, ""]
 
 
-def _licences(state: MergeState, base: Checkpoint) -> list[str]:
+def _licences(cards: Cards) -> list[str]:
     """The licences of the models, where they differ."""
-    found = find_licences(state, base)
+    found = find_licences(cards)
     if len(set(found.values())) < 2:
         return []
     return [f"- licences, all of which bind the merge: {', '.join(f'{name} {of}' for name, of in found.items())}"]

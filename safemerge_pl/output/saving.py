@@ -5,7 +5,6 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,8 @@ def save_merge(
     base = plan.pretrained if template is None else open_checkpoint(template)
     processes.lead(lambda: require_output(plan, folder, template=base, dtype=dtype, max_shard_size=max_shard_size))
     names, merged = _find_merged(plan, base, state.merged)
-    owners = _writers(state, base, names, _specs(base, dtype))
+    specs = _specs(base, dtype)
+    owners = _writers(state, base, names, specs)
 
     def read(name: str) -> Tensor:
         tensor = merged[names[name]] if name in names else base[name]
@@ -84,11 +84,9 @@ def save_merge(
     with staged_together(folder, processes) as staging:
         processes.lead(lambda: _require_unchanged(state, folder))
         most = max_shard_size if loader.shards else sys.maxsize
-        together: dict[str, Any] = {"processes": processes, "owners": owners}
-        write_weights(staging, loader.stem, _specs(base, dtype), read, most, **together)
-        together["owners"] = state.owners
-        stem = Path(MASTER_FILE).stem
-        write_weights(staging, stem, _masters(plan), state.masters.__getitem__, max_shard_size, **together)
+        write_weights(staging, loader.stem, specs, read, most, processes=processes, owners=owners)
+        stem, masters, masters_of = Path(MASTER_FILE).stem, state.masters.__getitem__, state.owners
+        write_weights(staging, stem, _masters(plan), masters, max_shard_size, processes=processes, owners=masters_of)
         processes.lead(lambda: write_rest(staging))
     for note in notes:
         _log.warning("note: %s", note)
