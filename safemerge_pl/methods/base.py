@@ -24,6 +24,7 @@ __all__ = [
     "clock",
     "energies",
     "mean_rule",
+    "recovered_share",
     "require_numbers",
     "share_of",
 ]
@@ -50,7 +51,13 @@ def add_up(vectors: Vectors, counts: Tensor) -> Tensor:
 
     Args:
         vectors: made the passes.
-        counts: of this process, on the CPU.
+        counts: of this process, of the same shape on all of them, on the CPU.
+
+    Returns:
+        The sum, of that shape.
+
+    Raises:
+        RuntimeError: if another process of the fold is gone.
     """
     total: Callable[[Tensor], Tensor] | None = getattr(vectors, "add_up", None)
     return counts if total is None else total(counts)
@@ -211,7 +218,13 @@ def mean_rule(stack: Stack) -> StackResult:
 
 
 def energies(matrices: Tensor) -> Tensor:
-    """Squared length of each matrix of a stack, ``(L,)`` float64.
+    """Compute the squared length of each matrix of a stack.
+
+    Args:
+        matrices: ``(L, ...)``.
+
+    Returns:
+        ``(L,)``, float64.
 
     Example:
         >>> energies(torch.tensor([[[3.0, 4.0]], [[0.0, 1.0]]])).tolist()
@@ -222,13 +235,42 @@ def energies(matrices: Tensor) -> Tensor:
 
 
 def share_of(part: Tensor, whole: Tensor) -> Tensor:
-    """Share of energies, both ``(L,)``, in [0, 1]; all of nothing is 1.
+    """Divide energies, matrix by matrix; the share of a matrix without any is 1.
+
+    Args:
+        part: ``(L,)``, from :func:`energies`.
+        whole: ``(L,)``, likewise.
+
+    Returns:
+        ``(L,)``, in [0, 1].
 
     Example:
         >>> share_of(torch.tensor([1.0, 0.0]), torch.tensor([4.0, 0.0])).tolist()
         [0.25, 1.0]
     """
     return torch.where(whole > 0, part / whole, 1.0).clamp_(0, 1)
+
+
+def recovered_share(lost: Tensor, correction: Tensor, whole: Tensor) -> Tensor:
+    r"""Find which share of the task vectors' energy a correction makes up for, in their leading directions.
+
+    .. math:: \max(0, \|DV\|^2 - \|(D - C)V\|^2) / \|\tau\|^2
+
+    Args:
+        lost: :math:`DV`, what was not taken, in the leading directions, ``(L, d_out, r)``.
+        correction: :math:`CV`, likewise.
+        whole: :math:`\|\tau\|^2`, ``(L,)``, from :func:`energies`.
+
+    Returns:
+        ``(L,)``, at least 0; 0 where there is no task vector.
+
+    Example:
+        >>> lost, whole = torch.tensor([[[2.0]], [[0.0]]]), torch.tensor([8.0, 0.0])
+        >>> recovered_share(lost, torch.tensor([[[1.0]], [[1.0]]]), whole).tolist()  # (4 - 1) / 8
+        [0.375, 0.0]
+    """
+    regained = energies(lost) - energies(lost - correction)
+    return torch.where(whole > 0, regained.clamp_(min=0) / whole, 0.0)
 
 
 def clock(device: torch.device) -> float:

@@ -9,7 +9,17 @@ from torch import Tensor
 from safemerge_pl.maths.adam import Adam
 from safemerge_pl.maths.linalg import right_singular_basis
 from safemerge_pl.maths.recovery import initial_factors
-from safemerge_pl.methods.base import MergeMethod, Scope, Stack, StackResult, clock, energies, require_numbers, share_of
+from safemerge_pl.methods.base import (
+    MergeMethod,
+    Scope,
+    Stack,
+    StackResult,
+    clock,
+    energies,
+    recovered_share,
+    require_numbers,
+    share_of,
+)
 
 __all__ = ["NUFILT", "nufilt_loss_and_gradients"]
 
@@ -85,14 +95,12 @@ class NUFILT(MergeMethod):
         a, b = factors[0], factors[1].mT
         seconds = clock(tau.device) - start
         correction, whole = (tau @ b) @ a, energies(tau)
-        lost = (tau - filtered) @ new
-        regained = (energies(lost) - energies(lost - correction @ new)).clamp_(min=0)
         return StackResult(
             stack.merged + filtered + correction,
             losses=torch.stack(losses),
             solve_seconds=seconds,
             taken=share_of(energies(filtered), whole),
-            recovered=torch.where(whole > 0, regained / whole, 0.0),
+            recovered=recovered_share((tau - filtered) @ new, correction @ new, whole),
         )
 
 

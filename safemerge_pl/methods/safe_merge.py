@@ -9,7 +9,16 @@ from torch import Tensor
 from safemerge_pl.maths.linalg import complement_basis, right_singular_basis
 from safemerge_pl.maths.masking import Keep, keep_mask, risk_score
 from safemerge_pl.maths.recovery import RecoveryProblem, initial_factors, solve_recovery
-from safemerge_pl.methods.base import MergeMethod, Stack, StackResult, clock, energies, require_numbers, share_of
+from safemerge_pl.methods.base import (
+    MergeMethod,
+    Stack,
+    StackResult,
+    clock,
+    energies,
+    recovered_share,
+    require_numbers,
+    share_of,
+)
 
 __all__ = ["SafeMerge"]
 
@@ -98,8 +107,7 @@ class SafeMerge(MergeMethod):
             new_basis = task_directions[:, :, : self.task_rank]
             lost = (tau - update) @ new_basis
             correction, losses, seconds = self._recover(stack, mask, new_basis)
-            regained = energies(lost) - energies(lost - correction @ new_basis)
-            recovered = torch.where(whole > 0, regained.clamp_(min=0) / whole, 0.0)
+            recovered = recovered_share(lost, correction @ new_basis, whole)
             update += correction
         kept = mask.sum((1, 2)) / mask[0].numel()
         if not kept.all():  # at least one entry is kept unless scores are NaN or all infinite
