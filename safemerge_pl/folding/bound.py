@@ -97,12 +97,13 @@ def measure_response(
         return read_energy(update, base).item(), own[layer.name]
 
     def measure_own() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-        mine = [each for each in matrices if processes.count == 1 or owners[each.parameter] == processes.rank]
+        mine, added = (
+            [layer for layer in layers if owners[layer.parameter] == processes.rank] for layers in (matrices, biases)
+        )
         small = [layer for layer in mine if layer.entries <= MAX_CORE_ENTRIES and device.type == "cpu"]
         found = dict(zip((layer.name for layer in small), map_on_cores(measure, small), strict=True))
         found |= {layer.name: measure(layer) for layer in mine if layer.name not in found}
-        mine = [each for each in biases if processes.count == 1 or owners[each.parameter] == processes.rank]
-        return list(found.values()), [_measure_bias(pretrained(e.parameter), merged(e.parameter)) for e in mine]
+        return list(found.values()), [_measure_bias(pretrained(e.parameter), merged(e.parameter)) for e in added]
 
     shares = zip(*processes.share(measure_own), strict=True)
     return max(_ratio([pair for share in kind for pair in share]) for kind in shares)

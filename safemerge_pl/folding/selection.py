@@ -1,6 +1,5 @@
 """What a method merges of a model: found once, and read by every check, the fold and the output."""
 
-import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,8 +110,9 @@ def plan_merge(checkpoint: Checkpoint, method: MergeMethod, patterns: str | Sequ
     method.check_layers({layer.name: layer.shape for layer in layers})
     taken = {layer.parameter for layer in layers} | aliases.keys()
     others = _find_others(checkpoint, taken, patterns) if method.merges_rest else []
+    named = [unit.parameter for unit in others]
     for pattern in patterns or () if method.scope == "none" else ():  # otherwise it was seen with the matrices
-        if not fnmatch.filter([unit.parameter for unit in others], pattern):
+        if not matching(named, [pattern]):
             raise ValueError(
                 f"`layers` pattern {pattern!r} matches none of the {len(mergeable)} parameters that can be merged."
             )
