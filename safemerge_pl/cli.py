@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 from safemerge_pl.errors import SilentExit
 from safemerge_pl.runtime.configs import append_repeated, packaged_configs, resolve_configs
 from safemerge_pl.runtime.console import be_quiet, tolerate_names
-from safemerge_pl.runtime.names import did_you_mean
+from safemerge_pl.runtime.names import nearest
 from safemerge_pl.runtime.own_modules import find_modules_beside
 from safemerge_pl.runtime.stopping import catch_stops
 from safemerge_pl.version import __version__
@@ -100,8 +100,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(__version__)
         return
     if argv[0] not in VERBS:
-        meant = did_you_mean(argv[0], VERBS)
-        hint = f"{meant} The verbs are" if meant.startswith("did") else "use one of"
+        meant = nearest(argv[0], VERBS)
+        hint = "use one of" if meant is None else f"did you mean '{meant}'? The verbs are"
         _fail(f"there is no verb '{argv[0]}'; {hint} {', '.join(VERBS)}, or --help.", code=2)
     # threads that spin while they wait make a run a hundred times slower as soon as another program uses a core
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

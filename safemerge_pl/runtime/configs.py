@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safemerge_pl.runtime.files import local_path
-from safemerge_pl.runtime.names import did_you_mean
+from safemerge_pl.runtime.names import did_you_mean, nearest
 
 __all__ = ["append_repeated", "config_folder", "packaged_configs", "resolve_configs"]
 
@@ -108,6 +108,7 @@ def _find_config(name: str) -> str:
     if any(letter in name for letter in "{:\n"):  # a configuration itself, in place of the name of one
         return name
     known = packaged_configs()
-    meant = did_you_mean(name, known)
-    hint = f"{meant} There are {', '.join(known)}." if meant.startswith("did") else meant
-    raise ValueError(f"there is no configuration {name} here, and none of this name comes along; {hint}")
+    also = "" if nearest(name, known) is None else f" There are {', '.join(known)}."
+    raise ValueError(
+        f"there is no configuration {name} here, and none of this name comes along; {did_you_mean(name, known)}{also}"
+    )

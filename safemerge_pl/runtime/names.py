@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from safemerge_pl.errors import UnknownOptionError
 
-__all__ = ["did_you_mean", "name_list", "refuse_unknown", "suggest_options"]
+__all__ = ["did_you_mean", "name_list", "nearest", "refuse_unknown", "suggest_options"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,6 +39,17 @@ def name_list(given: str | Sequence[str], what: str) -> list[str]:
     return names
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Find the known name that is nearest to one that is not known; ``None`` if none is near.
+
+    Example:
+        >>> nearest("metrics", ["metric", "score"]), nearest("x", ["metric", "score"])
+        ('metric', None)
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)
+    return close[0] if close else None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The known name that is nearest to one that is not known, as the end of a message; all of them if none is near.
 
@@ -47,8 +58,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         ("did you mean 'metric'?", 'there are metric, score.')
     """
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
-    return f"did you mean '{close[0]}'?" if close else f"there are {', '.join(names)}."
+    close = nearest(name, names)
+    return f"did you mean '{close}'?" if close is not None else f"there are {', '.join(names)}."
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
