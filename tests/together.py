@@ -302,11 +302,7 @@ def kills(times: int) -> dict[str, Any]:
 
 def main() -> dict[str, Any]:
     clock = time.monotonic()
-    for name, (method, options) in METHODS.items():
-        fold_once(BASE, TASKS, str(ROOT / "1" / name), method=copy.deepcopy(method), **options)
-    days = str(ROOT / "1" / "days")
-    fold_once(BASE, TASKS[0], days, method=OPCM(), low_memory=True, max_response=0.003)
-    fold_once(BASE, TASKS[1], days, merged=days, low_memory=False)
+    every_method(ROOT / "1")
     found: dict[str, Any] = {"times": {"1": time.monotonic() - clock}}
     for count in (2, 3):
         begin = time.monotonic()
