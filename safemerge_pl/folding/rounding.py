@@ -8,13 +8,13 @@ from safemerge_pl.runtime.cores import flat_parts, length_of
 __all__ = ["unrounded"]
 
 _LOOKED_AT = 256
-"""Entries by which it is seen that a tensor was not converted back from half precision."""
+"""Entries that tell most tensors apart from those that were converted back from half precision, before all are read."""
 
 
 def unrounded(base: Tensor, new: Tensor) -> tuple[Tensor, bool]:
     """Incoming weights with the pretrained value wherever they are that value, rounded to the format they came from.
 
-    That is their dtype, or a narrower one of which they were converted back: all of them are exact in it then.
+    That is their dtype, or a narrower one that they were converted back from: every entry is exact in it then.
 
     Args:
         base: pretrained weights.
