@@ -24,9 +24,6 @@ from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.runtime.files import local_path
 
-# of what the parser itself calls deprecated, once a process
-pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-
 STEPS = ["--method", "SafeMerge", "--method.num_steps", "2"]
 
 

@@ -11,9 +11,6 @@ from safemerge_pl.commands.fit import build_cli
 from safemerge_pl.commands.merge_section import take_merge_section
 from safemerge_pl.runtime.configs import config_folder
 
-# of what the parser itself calls deprecated, once a process
-pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-
 OTHER = Namespace(class_path="lightning.pytorch.callbacks.LearningRateMonitor", init_args=Namespace())
 OURS = "safemerge_pl.callbacks.SAFEMergeCallback"
 
@@ -53,6 +50,8 @@ def test_what_is_not_given_changes_nothing() -> None:
     assert config.trainer.callbacks == [entry(lr=1.0)]
 
 
+# of what Lightning's own command line calls, once a process
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--merge.keep_ratio", "0.3", "--merge.max_response", "null", "--trainer.logger", "false"]
     monkeypatch.setattr(sys, "argv", ["safemerge", "fit", "--config", str(config_folder() / "tiny.yaml"), *given])

@@ -14,7 +14,6 @@ from safemerge_pl.cli import main
 from safemerge_pl.commands.recipe import read_recipe
 from safemerge_pl.errors import CheckpointError
 
-pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 EXPERTS = ("a", "b", "c")
 
 

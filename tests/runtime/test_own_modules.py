@@ -39,7 +39,6 @@ def as_before() -> Iterator[None]:
             del sys.modules[name]
 
 
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 @pytest.mark.parametrize("by_option", [False, True])
 def test_a_method_beside_the_configuration(
     by_option: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -181,7 +181,6 @@ def test_workers_share_the_gpus_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DaskExecutor(resources={"GPU": 1}).workers == 2
 
 
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 @pytest.mark.parametrize(
     ("given", "kind"),
     [
