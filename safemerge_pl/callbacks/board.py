@@ -1,7 +1,7 @@
 """What only TensorBoard shows: charts of several curves, the accuracy matrix, the report, and scores by settings."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -10,9 +10,6 @@ from safemerge_pl.functional import SCORES
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.reports.stream import Report, markdown
 from safemerge_pl.reports.thumbnail import thumbnail_figure
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["LAYOUT", "finish_board", "log_layout", "log_matrix"]
 
@@ -39,28 +36,27 @@ def log_layout(trainer: L.Trainer, *, controls: bool, recovery: bool) -> None:
     charts = {group: {k: v for k, v in found.items() if not empty.get(k)} for group, found in LAYOUT.items()}
     layout = {group: found for group, found in charts.items() if found}
     for board in _boards(trainer):
-        board.add_custom_scalars(layout)
+        board.experiment.add_custom_scalars(layout)
 
 
 def log_matrix(trainer: L.Trainer, report: Report) -> None:
     """Draw the accuracy matrix so far, legible in a card."""
+    step = len(report["steps"])
     for board in _boards(trainer):
-        board.add_figure("stream/matrix", thumbnail_figure(report), global_step=len(report["steps"]), close=False)
+        board.experiment.add_figure("stream/matrix", thumbnail_figure(report), global_step=step, close=False)
 
 
 def finish_board(trainer: L.Trainer, method: MergeMethod, report: Report) -> None:
     """Write the report as text, and the method with its final scores under HPARAMS."""
     steps = report["steps"]
     text = "\n".join(line for line in markdown(report).splitlines() if not line.startswith("!["))  # no files there
-    for board in _boards(trainer):
-        board.add_text("report", text, global_step=len(steps))
     # TensorBoard shows up to five columns before the first score: two leave room for the scores
     hparams = {"method": report["method"]["name"], "settings": _settings(method, report)}
     scores = {f"hp/{key}": steps[-1][key] for key in SCORES if key in steps[-1]}
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(hparams, scores)
-            logger.save()
+    for board in _boards(trainer):
+        board.experiment.add_text("report", text, global_step=len(steps))
+        board.log_hyperparams(hparams, scores)
+        board.save()
 
 
 def _settings(method: MergeMethod, report: Report) -> str:
@@ -71,5 +67,5 @@ def _settings(method: MergeMethod, report: Report) -> str:
     return ", ".join([*parts, f"{len(report['tasks'])} tasks"])
 
 
-def _boards(trainer: L.Trainer) -> "list[SummaryWriter]":
-    return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+def _boards(trainer: L.Trainer) -> list[TensorBoardLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
