@@ -1,6 +1,5 @@
 """The table at the end of ``fit``, and what it has in common with the report."""
 
-import sys
 from typing import Any
 
 import lightning as L
@@ -12,6 +11,7 @@ from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.metrics import AccuracyMatrix
 from safemerge_pl.reports.stream import Report, console_table
+from safemerge_pl.runtime.console import show
 
 __all__ = ["describe_stream", "last_row", "print_table"]
 
@@ -68,14 +68,11 @@ def last_row(pl_module: L.LightningModule, merger: ContinualMerger | LiveMerger,
 
 
 def print_table(stream: Report, row: dict[str, Any], merged: int) -> None:
-    """Print the closing table; a log has no width of its own, so that no name is cut there.
+    """Print the closing table.
 
     Args:
         stream: as :func:`describe_stream` gives it.
         row: after the last merge.
         merged: number of tasks merged.
     """
-    from rich.console import Console
-
-    report = {**stream, "steps": [{}] * (merged - 1) + [row]}
-    Console(width=None if sys.stdout.isatty() else 160).print(console_table(report))
+    show(console_table({**stream, "steps": [{}] * (merged - 1) + [row]}))

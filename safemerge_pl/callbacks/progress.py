@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
 from safemerge_pl.reports.stream import scores_table
-from safemerge_pl.runtime.console import Tolerant, say
+from safemerge_pl.runtime.console import Tolerant, say, show
 from safemerge_pl.runtime.progress import FoldProgress
 
 __all__ = ["StreamProgress"]
@@ -110,11 +110,7 @@ class StreamProgress(ProgressBar):
 
     def _print_scores(self, scores: dict[str, float]) -> None:
         if self._enabled and scores:
-            from rich.console import Console
-
-            # a log has no width of its own: no name is cut there
-            console = Console(file=cast(TextIO, Tolerant(sys.stdout)), width=None if sys.stdout.isatty() else 160)
-            console.print(scores_table(scores))
+            show(scores_table(scores))
 
     def _open(self, trainer: L.Trainer, total: int) -> None:
         from rich.console import Console

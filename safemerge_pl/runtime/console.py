@@ -4,9 +4,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
-__all__ = ["Tolerant", "be_quiet", "is_quiet", "say", "tolerate_names"]
+__all__ = ["Tolerant", "be_quiet", "is_quiet", "say", "show", "tolerate_names"]
 
 
 class Tolerant:
@@ -44,6 +44,17 @@ def say(*parts: object, error: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
     if stream is not None:  # a program without a console has none
         print(*parts, file=Tolerant(stream), flush=True)
+
+
+def show(table: object) -> None:
+    """Print a table of rich on standard output; a log has no width of its own, so that no name is cut there.
+
+    Args:
+        table: anything that rich prints.
+    """
+    from rich.console import Console
+
+    Console(file=cast(TextIO, Tolerant(sys.stdout)), width=None if sys.stdout.isatty() else 160).print(table)
 
 
 _QUIET = "SAFEMERGE_QUIET"
