@@ -254,8 +254,9 @@ def _under_method(arguments: Sequence[str]) -> list[str]:
         ['--method=OPCM', '--method.alpha=0.4', '--keep_ratio=0.3']
     """
     text = " ".join(arguments).replace("=", " ").split()
-    chosen = text[text.index("--method") + 1 :][:1] if "--method" in text else ["SafeMerge"]
-    kinds = [kind for kind in _methods() if [kind.__name__] == [name.rpartition(".")[2] for name in chosen]]
+    chosen = next(iter(text[text.index("--method") + 1 :]), "") if "--method" in text else "SafeMerge"
+    base: Any = MergeMethod
+    kinds = [kind for kind in subclasses(base) if kind.__name__ == chosen.rpartition(".")[2]]
     known = {name for kind in kinds for name in inspect.signature(kind).parameters}
     settings = known - set(inspect.signature(fold_once).parameters)
 
@@ -264,12 +265,6 @@ def _under_method(arguments: Sequence[str]) -> list[str]:
         return f"--method.{option[2:]}{equals}{value}" if option[:2] == "--" and option[2:] in settings else argument
 
     return [moved(argument) for argument in arguments]
-
-
-def _methods() -> list[type]:
-    """Every method that is imported."""
-    base: Any = MergeMethod
-    return list(subclasses(base))
 
 
 def _say_what_was_done(merger: ContinualMerger, options: dict[str, Any], seconds: float) -> None:
