@@ -4,7 +4,7 @@
     python examples/llama_lora.py --quick    # a smoke run
 
 To run without a download, the Llama is made here: it learns to count in six ways, each after a word of its own. Each
-adapter learns one way more. With the hub at hand, put real names into the recipe: all that comes after it stays.
+adapter learns one way more. With the hub at hand, put real names into the recipe: the rest stays as it is.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def train(model: torch.nn.Module, data: torch.Tensor, steps: int, lr: float) -> 
 
 @torch.no_grad()
 def show(name: str, model: LlamaForCausalLM) -> None:
-    """How many of the next numbers are right, a column a word."""
+    """How many of the next numbers are right, one column per word."""
     right = {step: model(input_ids=lines(step)).logits[:, 1:-1].argmax(-1) == lines(step)[:, 2:] for step in WORDS}
     print(f"{name:<16}" + "".join(f"{100 * right[step].float().mean().item():>7.1f}" for step in WORDS))
 

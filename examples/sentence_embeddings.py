@@ -65,7 +65,7 @@ def train(model: SentenceTransformer, data: Pairs, steps: int, lr: float) -> Sen
 
 @torch.no_grad()
 def show(name: str, model: SentenceTransformer) -> None:
-    """How many answers are found, a column a task."""
+    """How many answers are found, one column per task."""
     cells = []
     for data in TASKS.values():
         found = similarities(model, *map(list, zip(*data, strict=True))).argmax(1)

@@ -82,8 +82,8 @@ def fold_once(
         copy_code: also copy the model's own Python files. They are never run here.
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
             at a time; by default for models that take more than 4 GB in float32.
-        push_to_hub: also put the output on the hub as ``owner/name``, which is private if it is made now. That it can
-            be written is seen before the first fold.
+        push_to_hub: also put the output on the hub as ``owner/name``, which is private if it is made now. Whether
+            it can be written is checked before the first fold.
         progress: called now and then with the task, and the merged and the total number of its weights.
         processes: that fold together, all of which make this call
             (:func:`~safemerge_pl.folding.launch.join_processes`); each reads, folds and writes its own layers, and a
