@@ -222,8 +222,9 @@ def bind(adapter: Adapter, base: Checkpoint) -> BoundAdapter:
                 f"{adapter.source}: the adapter changes `{next(iter(targets))}`, which {base.source} does not have; "
                 "give the model that it was trained on, with its head, as `pretrained`."
             ) from error
-        deltas |= _convert_layout(adapter, inner, base, error)
-        places, (replaced, missing) = {}, _convert_whole(adapter, base)
+        index = layer_index(base)
+        deltas |= _convert_layout(adapter, inner, base, index, error)
+        places, (replaced, missing) = {}, _convert_whole(adapter, base, index)
         missing += [name for name in targets if name not in inner]
     else:
         missing = [name for name in wanted if name not in places]
@@ -245,10 +246,13 @@ def bind(adapter: Adapter, base: Checkpoint) -> BoundAdapter:
 
 
 def _convert_layout(
-    adapter: Adapter, targets: Mapping[str, str], base: Checkpoint, reason: CheckpointError
+    adapter: Adapter,
+    targets: Mapping[str, str],
+    base: Checkpoint,
+    index: Mapping[str, MergeLayer],
+    reason: CheckpointError,
 ) -> dict[str, list[Delta]]:
     """Updates for a base in another library's layout, piece by piece."""
-    index = layer_index(base)
     deltas: dict[str, list[Delta]] = defaultdict(list)
     shapes = {name: _target_shape(adapter, name, module) for name, module in targets.items()}
     for name in counterparts(targets, vision_only(base)):
@@ -287,9 +291,10 @@ def _parts(adapter: Adapter, name: str, shapes: Mapping[str, tuple[int, ...]]) -
         raise CheckpointError(f"{adapter.source}: {error}") from error
 
 
-def _convert_whole(adapter: Adapter, base: Checkpoint) -> tuple[dict[str, list[Saved]], list[str]]:
+def _convert_whole(
+    adapter: Adapter, base: Checkpoint, index: Mapping[str, MergeLayer]
+) -> tuple[dict[str, list[Saved]], list[str]]:
     """Biases and saved modules for a base in another library's layout, and the names of those without a place."""
-    index = layer_index(base)
     replaced: dict[str, list[Saved]] = defaultdict(list)
     missing = []
     shapes = {name: adapter.shape(key) for name, key in adapter.whole.items()}

@@ -120,9 +120,10 @@ def respell(pretrained: Checkpoint, wanted: Sequence[str], incoming: Checkpoint)
     common = CommonNames(incoming)
     parts = {name: [place.name for place in spellings(unwrap(name), pretrained.shape(name))] for name in pretrained}
     must = [part for name in wanted for part in parts[name]]
+    every = [part for own in parts.values() for part in own]
     try:
-        found = match_names(must, common, [part for names in parts.values() for part in names])
+        found = match_names(must, common, every)
     except CheckpointError:
         return None
-    found |= names_alike(found, [part for names in parts.values() for part in names if part not in found], common)
+    found |= names_alike(found, [part for part in every if part not in found], common)
     return Respelt(common, {name: [found[p] for p in own] for name, own in parts.items() if found.keys() >= set(own)})

@@ -44,7 +44,7 @@ def rotary_size(ours: Checkpoint, mine: str, theirs: Checkpoint, its: str) -> in
         >>> rotary_size(Memory({other: torch.ones(8, 8)}, "a folder"), other, meta, own)
         4
     """
-    if _is_torchtune(ours) != _is_torchtune(theirs) and (_PROJECTION.search(mine) or _PROJECTION.search(its)):
+    if (_PROJECTION.search(mine) or _PROJECTION.search(its)) and _is_torchtune(ours) != _is_torchtune(theirs):
         raise CheckpointError(
             f"{theirs.source} holds `{its}` for the pretrained model's `{mine}`: torchtune keeps the rows of a head in "
             "the order of `wq`, `wk` in some models and in transformers' in others, under the same names; save the "
@@ -53,7 +53,7 @@ def rotary_size(ours: Checkpoint, mine: str, theirs: Checkpoint, its: str) -> in
     if is_paired(mine) == is_paired(its):
         return 0
     settings = [_settings(model) for model in (ours, theirs)]
-    sizes = {size for model in (ours, theirs) for size in _sizes(model)}
+    sizes = {size for model, each in zip((ours, theirs), settings, strict=True) for size in _sizes(model, each)}
     size = next(iter(sizes), 0)
     reason = next((found for found in (_obstacle(each) for each in settings) if found), "")
     if "vision" in mine + its:
@@ -89,9 +89,8 @@ def _obstacle(settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def _sizes(model: Checkpoint) -> Iterator[int]:
+def _sizes(model: Checkpoint, settings: Mapping[str, Any]) -> Iterator[int]:
     """Rows of a head by each source that tells: transformers' settings or the makers', and rotary frequencies."""
-    settings = _settings(model)
     head, width = settings.get("head_dim"), settings.get("hidden_size", settings.get("dim"))
     heads = settings.get("num_attention_heads", settings.get("n_heads"))
     if type(head) is int and head > 0:  # True is an int too

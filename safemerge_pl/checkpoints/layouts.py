@@ -51,19 +51,22 @@ def convert_layout(pretrained: Checkpoint, wanted: Sequence[str], incoming: Chec
         return None
     if any(part.name not in theirs for name in blocks for part in parts[name]):
         return None
-    known = {name for name in parts if parts[name] and all(part.name in theirs for part in parts[name])}
-    unknown = [name for name in wanted if name not in known]
-    renamed = _renamed(blocks, parts, theirs)
-    if unknown and same and not renamed:
-        return None
+    pieces = {
+        name: [(part, theirs[part.name]) for part in own]
+        for name, own in parts.items()
+        if own and all(part.name in theirs for part in own)
+    }
+    unknown = [name for name in wanted if name not in pieces]
     if unknown:
+        renamed = _renamed(blocks, parts, theirs)
+        if same and not renamed:
+            return None
         raise CheckpointError(
             f"{incoming.source} is laid out as another library does it, and has no known counterpart of {len(unknown)} "
             f"of {len(wanted)} tensors, first `{unknown[0]}`{renamed}; convert it to the "
             "pretrained model's layout, or give both as folders or both in memory, where transformers has other names "
             "than in its files."
         )
-    pieces = {name: [(part, theirs[part.name]) for part in parts[name]] for name in parts if name in known}
     sizes = {
         mine.name: rotary_size(pretrained, mine.parameter, incoming, its.parameter)
         for name in wanted
