@@ -18,6 +18,7 @@ from safemerge_pl.checkpoints.hub import download
 from safemerge_pl.checkpoints.names import match_names
 from safemerge_pl.checkpoints.pickles import load_pickle, tensors_of
 from safemerge_pl.checkpoints.refusals import (
+    META_FILE,
     WEIGHT_ENDINGS,
     is_whole,
     read_config,
@@ -50,8 +51,6 @@ _WEIGHT_FILES = (
     "consolidated.safetensors",
 )
 """Looked for in a folder in this order: safetensors are preferred to pickles."""
-
-_META_FILE = "consolidated.00.pth"
 
 _OF_A_FOLDER = re.compile(
     r"(?:model|pytorch_model|adapter_model|open_clip_model|open_clip_pytorch_model|diffusion_pytorch_model|consolidated)"
@@ -118,7 +117,7 @@ def weight_file(folder: Path) -> Path | None:
     found = _weight_files(folder) or sorted(file.name for file in folder.glob("*.safetensors"))
     if found:
         return folder / found[0] if found[0] in _WEIGHT_FILES or len(found) == 1 else None
-    meta = folder / _META_FILE
+    meta = folder / META_FILE
     return meta if meta.exists() and is_whole(meta) else None
 
 

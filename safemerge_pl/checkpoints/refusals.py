@@ -8,9 +8,20 @@ from typing import Any
 from safemerge_pl.errors import CheckpointError
 from safemerge_pl.runtime.files import read_object
 
-__all__ = ["WEIGHT_ENDINGS", "is_whole", "read_config", "refuse_folder", "refuse_impostor", "refuse_packed"]
+__all__ = [
+    "META_FILE",
+    "WEIGHT_ENDINGS",
+    "is_whole",
+    "read_config",
+    "refuse_folder",
+    "refuse_impostor",
+    "refuse_packed",
+]
 
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+META_FILE = "consolidated.00.pth"
+"""Meta's own file of a model, or of its first part."""
 
 _PLAIN = "give the model in float32, bfloat16 or float16"
 _BY_START = {
@@ -79,7 +90,7 @@ def refuse_impostor(path: Path) -> None:
 
 def is_whole(path: Path) -> bool:
     """Whether a file is a model of Meta's that was not cut: the first part, and there is no second."""
-    return path.name == "consolidated.00.pth" and not path.with_name("consolidated.01.pth").exists()
+    return path.name == META_FILE and not path.with_name("consolidated.01.pth").exists()
 
 
 def refuse_folder(folder: Path) -> None:
