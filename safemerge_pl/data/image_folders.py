@@ -93,10 +93,12 @@ class ImageFolderData(StreamDataModule):
         """Folders of the classes, sorted."""
         place = self.root / task
         inner = place / self.split
-        names = _folders(inner if inner.is_dir() else place, f"task '{task}'")
-        if not inner.is_dir() and {"train", "training", "val", "validation"} & {*names}:
+        if inner.is_dir():
+            return [inner / name for name in _folders(inner, f"task '{task}'")]
+        names = _folders(place, f"task '{task}'")
+        if {"train", "training", "val", "validation"} & {*names}:
             raise ValueError(f"{place} has no folder '{self.split}' but {', '.join(names)}; set the data's `split`.")
-        return [(inner if inner.is_dir() else place) / name for name in names]
+        return [place / name for name in names]
 
     def _require_known_classes(self) -> None:
         """Refuse a wording for a folder that is nowhere: a typing error would leave the class without it."""

@@ -27,14 +27,18 @@ def hash_result(
         data: of the stream.
         sources: the expert of each task.
         extra: what else the result depends on, as plain values: order and method of a cell.
+
+    Returns:
+        24 hexadecimal digits.
     """
+    settings = data.settings()
     content = {
         "version": __version__,
         "backbone": cache_key(backbone),
         "tasks": list(data.stream),
         "controls": list(data.controls),
         "experts": {task: _stamp(source) for task, source in sources.items()},
-        **({"data": data.settings()} if data.settings() else {}),
+        **({"data": settings} if settings else {}),
         **extra,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]

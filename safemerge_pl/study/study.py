@@ -116,11 +116,11 @@ class Study:
         cells = self.cells()
         check_study(self.rows, self.streams, self.figures, self.sets, self.assert_scores)
         self.sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
-        self._measure(self._missing_references(), cells, [self._path(cell) for cell in cells])
+        paths = [self._path(cell) for cell in cells]
+        self._measure(self._missing_references(), cells, paths)
         self.results = [
-            {"row": cell.row, "stream": cell.stream, "order": cell.order, "varied": cell.varied}
-            | read_kept(self._path(cell))
-            for cell in cells
+            {"row": cell.row, "stream": cell.stream, "order": cell.order, "varied": cell.varied} | read_kept(path)
+            for cell, path in zip(cells, paths, strict=True)
         ]
         write_study(self.collect(), self.folder)
 
