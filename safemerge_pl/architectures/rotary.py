@@ -1,8 +1,8 @@
 """Two orders of the rows of rotary queries and keys.
 
-Rotary embeddings (Su et al. 2021) turn pairs of entries of a head. Meta's and Mistral's own files keep the two rows of
-a pair side by side; transformers keeps all first rows of a head before all second ones. Both are the same network, each
-with its own rotation.
+Rotary embeddings (Su et al. 2021, Sec. 3.2.2) turn pairs of entries of a head. Meta's and Mistral's own files keep the
+two rows of a pair side by side; transformers keeps all first rows of a head before all second ones. Both are the same
+network, each with its own rotation.
 """
 
 import re
@@ -43,8 +43,11 @@ def reorder(tensor: Tensor, size: int, *, to_pairs: bool) -> Tensor:
 
     Args:
         tensor: matrix ``(heads * size, d_in)`` or bias ``(heads * size,)``, upright.
-        size: rows of a head, an even number.
+        size: rows of a head, an even number that divides those of the tensor.
         to_pairs: from halves to pairs; else from pairs to halves.
+
+    Returns:
+        A tensor of the same shape.
 
     Example:
         >>> import torch
