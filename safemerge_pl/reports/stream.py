@@ -5,7 +5,7 @@ A *report* is a dictionary of plain values: ``tasks``, ``controls``, ``method``,
 shares in [0, 1].
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from safemerge_pl.functional import SCORES
@@ -13,9 +13,10 @@ from safemerge_pl.functional import SCORES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
     from rich.table import Table
 
-__all__ = ["console_table", "markdown", "matrix_figure", "matrix_rows", "scores_table", "stream_figure"]
+__all__ = ["console_table", "draw_matrix", "markdown", "matrix_figure", "matrix_rows", "scores_table", "stream_figure"]
 
 Report = dict[str, Any]
 _BLUE, _RED, _GREEN, _GREY = "#2563eb", "#dc2626", "#059669", "#6b7280"
@@ -106,30 +107,51 @@ def matrix_rows(report: Report) -> tuple[list[tuple[str, dict[str, Any]]], list[
     return rows, list(report.get("compared", {}).items())
 
 
+def draw_matrix(
+    axes: "Axes", report: Report, *, line: float, type_size: Callable[[float], float] | None
+) -> "AxesImage":
+    """Draw the accuracy matrix as a heat map with a number in each cell.
+
+    Args:
+        axes: where to draw; labels are the caller's.
+        report: see :mod:`safemerge_pl.reports.stream`.
+        line: points of the white lines before the control sets and before other methods.
+        type_size: points of a cell's number, by its percent; ``None`` writes no numbers.
+
+    Returns:
+        The heat map, for a colour bar.
+    """
+    names = [*report["tasks"], *report["controls"]]
+    own, others = matrix_rows(report)
+    values = [[100 * row["accuracies"].get(name, float("nan")) for name in names] for _, row in (*own, *others)]
+    image = axes.imshow(values or [[float("nan")] * len(names)], cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    if report["controls"]:
+        axes.axvline(len(report["tasks"]) - 0.5, color="white", linewidth=line)
+    if others:
+        axes.axhline(len(own) - 0.5, color="white", linewidth=line)
+    if type_size is None:
+        return image
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            if value == value:
+                shade = "black" if value > 60 else "white"
+                axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=type_size(value))
+    return image
+
+
 def matrix_figure(report: Report) -> "Figure":
     """Heat map: accuracy of every set after every merge, the pretrained model as row 0."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     names = [*report["tasks"], *report["controls"]]
-    own, others = matrix_rows(report)
-    rows = [*own, *others]
-    values = [[100 * row["accuracies"].get(name, float("nan")) for name in names] for _, row in rows]
+    rows = [name for part in matrix_rows(report) for name, _ in part]
     figure = Figure(figsize=(2.6 + 0.72 * len(names), 1.9 + 0.42 * max(len(rows), 1)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    image = axes.imshow(values or [[float("nan")] * len(names)], cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    image = draw_matrix(axes, report, line=3, type_size=lambda _: 8)
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    if report["controls"]:
-        axes.axvline(len(report["tasks"]) - 0.5, color="white", linewidth=3)
-    if others:
-        axes.axhline(len(own) - 0.5, color="white", linewidth=3)
-    for y, line in enumerate(values):
-        for x, value in enumerate(line):
-            if value == value:
-                shade = "black" if value > 60 else "white"
-                axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=8)
+    axes.set_yticks(range(len(rows)), rows)
     axes.set_title(f"Accuracy after each merge (%), {report['method']['name']}", fontsize=11)
     axes.set_xlabel("merged tasks, then held-out control sets" if report["controls"] else "merged tasks")
     figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from safemerge_pl.reports.stream import Report, matrix_rows
+from safemerge_pl.reports.stream import Report, draw_matrix, matrix_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,37 +39,22 @@ def thumbnail_figure(report: Report) -> "Figure":
 
     tasks, controls = report["tasks"], report["controls"]
     letters = [_letter(number) for number in range(len(controls))]
-    names, heads = [*tasks, *controls], [*(str(number + 1) for number in range(len(tasks))), *letters]
-    own, others = matrix_rows(report)
-    rows = [*own, *others]
-    labels = [_cut(name.replace("  + ", " "), 20 if len(names) < 15 else 15) for name, _ in rows]
+    heads = [*(str(number + 1) for number in range(len(tasks))), *letters]
+    rows = [name for part in matrix_rows(report) for name, _ in part]
+    labels = [_cut(name.replace("  + ", " "), 20 if len(heads) < 15 else 15) for name in rows]
     left, above, below = 0.12 + 0.065 * max(map(len, labels), default=0), 0.2, 0.05 + 0.13 * len(controls)
     height = (0.17 if len(rows) < 16 else 0.14) * max(len(rows), 1) + above + below
     figure = Figure(figsize=(_WIDTH, height), dpi=200)
     FigureCanvasAgg(figure)
     axes = figure.add_axes((left / _WIDTH, below / height, 1 - (left + 0.03) / _WIDTH, 1 - (above + below) / height))
-    values = [[100 * row["accuracies"].get(name, float("nan")) for name in names] for _, row in rows]
-    axes.imshow(values or [[float("nan")] * len(names)], cmap="viridis", vmin=0, vmax=100, aspect="auto")
-    size = min(7.5, 48 * (_WIDTH - left) / max(len(names), 1))  # two digits are about 1.2 of it wide: some room stays
+    size = min(7.5, 48 * (_WIDTH - left) / max(len(heads), 1))  # two digits are about 1.2 of it wide: some room stays
     every = max(1, round(_LEGIBLE / size))
+    sizes = (lambda value: size if value < 99.5 else 0.66 * size) if size >= _LEGIBLE else None
+    draw_matrix(axes, report, line=2, type_size=sizes)
     _label(axes, [head if x % every == 0 else "" for x, head in enumerate(heads)], labels, min(7.0, size * every))
-    if size >= _LEGIBLE:
-        _write_numbers(axes, values, size)
-    if controls:
-        axes.axvline(len(tasks) - 0.5, color="white", linewidth=2)
-    if others:
-        axes.axhline(len(own) - 0.5, color="white", linewidth=2)
     for number, (letter, name) in enumerate(zip(letters, controls, strict=True), 1):
         figure.text(left / _WIDTH, (below - 0.13 * number) / height, f"{letter}: {_cut(name, 48)}", fontsize=6.5)
     return figure
-
-
-def _write_numbers(axes: "Axes", values: list[list[float]], size: float) -> None:
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            if value == value:
-                shade, points = "black" if value > 60 else "white", size if value < 99.5 else 0.66 * size
-                axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=points)
 
 
 def _label(axes: "Axes", heads: list[str], labels: list[str], size: float) -> None:
