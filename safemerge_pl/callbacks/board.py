@@ -40,14 +40,25 @@ def log_layout(trainer: L.Trainer, *, controls: bool, recovery: bool) -> None:
 
 
 def log_matrix(trainer: L.Trainer, report: Report) -> None:
-    """Draw the accuracy matrix so far, legible in a card."""
+    """Draw the accuracy matrix so far, legible in a card.
+
+    Args:
+        trainer: whose loggers are told.
+        report: so far, see :mod:`safemerge_pl.reports.stream`.
+    """
     step = len(report["steps"])
     for board in _boards(trainer):
         board.experiment.add_figure("stream/matrix", thumbnail_figure(report), global_step=step, close=False)
 
 
 def finish_board(trainer: L.Trainer, method: MergeMethod, report: Report) -> None:
-    """Write the report as text, and the method with its final scores under HPARAMS."""
+    """Write the report as text, and the method with its final scores under HPARAMS.
+
+    Args:
+        trainer: whose loggers are told.
+        method: of the stream.
+        report: at the end, see :mod:`safemerge_pl.reports.stream`.
+    """
     steps = report["steps"]
     text = "\n".join(line for line in markdown(report).splitlines() if not line.startswith("!["))  # no files there
     # TensorBoard shows up to five columns before the first score: two leave room for the scores

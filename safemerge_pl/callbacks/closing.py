@@ -28,6 +28,9 @@ def describe_stream(
         method: of the stream.
         merger: knows the bound; ``None`` before ``fit``.
         live: in a training loop.
+
+    Returns:
+        A report (see :mod:`safemerge_pl.reports.stream`) without its steps.
     """
     if live is not None:
         tasks, controls, seed = live.named(trainer), live.scores.controls, None
@@ -52,7 +55,13 @@ def describe_stream(
 
 
 def last_row(pl_module: L.LightningModule, merger: ContinualMerger | LiveMerger, live: Live | None) -> dict[str, Any]:
-    """Scores after the last merge, as a row of a report; empty if it was not scored."""
+    """Scores after the last merge, as a row of a report: shares in [0, 1]; empty if it was not scored.
+
+    Args:
+        pl_module: knows the accuracy matrix of a stream of checkpoints.
+        merger: knows the tasks.
+        live: in a training loop, where it knows the scores.
+    """
     count = len(merger.tasks)
     if live is not None:
         if not count or len(live.scores.rows) != count:

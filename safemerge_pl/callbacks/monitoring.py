@@ -31,7 +31,7 @@ def publish_scores(trainer: L.Trainer, scores: Mapping[str, float]) -> None:
 
     Args:
         trainer: of the run.
-        scores: may hold accuracies by set, too, which are left out.
+        scores: shares in [0, 1]; accuracies by set may be among them and are left out.
     """
     found = {name: scores[name] for name in SCORES if name in scores}
     tags = tag_scores(found, (), ())
