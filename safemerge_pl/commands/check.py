@@ -2,20 +2,21 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks import ComparedMethod, MergeCallback, MethodComparison
+from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.fit import fit
-from safemerge_pl.checkpoints.open import open_checkpoint
+from safemerge_pl.checkpoints.open import Checkpoint, Source, open_checkpoint
 from safemerge_pl.commands.fit import build_cli
 from safemerge_pl.data.experts import find_experts
 from safemerge_pl.data.images import ImageSet
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.folding.leading import QUICKLY_DECOMPOSED, LeadingDirections, standing_out
-from safemerge_pl.folding.selection import plan_merge
+from safemerge_pl.folding.selection import MergePlan, plan_merge
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.folders import nearest
 from safemerge_pl.output.saving import output_size
@@ -64,19 +65,7 @@ def check_stream(
         Facts (what would be done) and problems (what would stop it), a sentence each.
     """
     facts: list[str] = []
-    problems: list[str] = []
-    for name in (*data.stream, *data.controls):
-        try:
-            examples = data.labelled_set(name)
-            if not len(examples):
-                problems.append(f"set '{name}' is empty.")
-            elif isinstance(examples, ImageSet):
-                labels = examples.rows.select_columns("label").with_format("numpy")[:]["label"]  # a column is slow
-                highest, count = int(labels.max()), len(examples.classes)
-                if highest >= count:
-                    problems.append(f"set '{name}' has the label {highest} but only {count} class names.")
-        except (OSError, ValueError, KeyError) as error:
-            problems.append(f"set '{name}': {error}")
+    problems = _problems_of_sets(data)
     try:
         base = open_checkpoint(module.backbone.folder())
         plan = plan_merge(base, merge.method, merge.layers)
@@ -92,20 +81,8 @@ def check_stream(
         experts = find_experts(merge.experts, list(data.stream))
     except MisconfigurationException as error:
         return facts, [*problems, *str(error).splitlines()]
-    leading, usual = LeadingDirections(plan.parameters, base), list[float | None]()
-    for task, source in experts.items():
-        try:
-            opened = open_checkpoint(source)
-            incoming = fit(base, plan.parameters, opened, values=False, on_mismatch=merge.on_mismatch)
-            facts += [f"task '{task}': {note}" for note in incoming.notes]
-            quick = not incoming.is_adapter and leading.width <= QUICKLY_DECOMPOSED
-            share = leading.share(incoming) if quick else None
-        except ValueError as error:
-            problems.append(f"task '{task}': {error}")
-            continue
-        told = standing_out(share, usual)
-        facts += [f"task '{task}': {told}"] if told else []
-        usual.append(share)
+    told, wrong = _look_at_experts(base, plan, experts, merge.on_mismatch)
+    facts, problems = facts + told, problems + wrong
     facts.append(f"{len(data.stream)} tasks: {', '.join(data.stream)}")
     facts.append(f"control sets: {', '.join(data.controls) or 'none (no Gen. and no H-score)'}")
     facts.append(f"method: {type(merge.method).__name__} {merge.method.settings()}")
@@ -124,6 +101,47 @@ def check_stream(
     facts.append(f"disk for the merged model: at most {needed / 2**20:.0f} MiB, {_rounded(free)} free in {place}")
     if needed > free:
         problems.append(f"{place} has {free / 2**20:.0f} MiB free, the merged model needs {needed / 2**20:.0f} MiB.")
+    return facts, problems
+
+
+def _problems_of_sets(data: StreamDataModule) -> list[str]:
+    """What is wrong with the images and labels of tasks and control sets."""
+    problems: list[str] = []
+    for name in (*data.stream, *data.controls):
+        try:
+            examples = data.labelled_set(name)
+            if not len(examples):
+                problems.append(f"set '{name}' is empty.")
+            elif isinstance(examples, ImageSet):
+                labels = examples.rows.select_columns("label").with_format("numpy")[:]["label"]  # a column is slow
+                highest, count = int(labels.max()), len(examples.classes)
+                if highest >= count:
+                    problems.append(f"set '{name}' has the label {highest} but only {count} class names.")
+        except (OSError, ValueError, KeyError) as error:
+            problems.append(f"set '{name}': {error}")
+    return problems
+
+
+def _look_at_experts(
+    base: Checkpoint, plan: MergePlan, experts: Mapping[str, Source], on_mismatch: Mismatch
+) -> tuple[list[str], list[str]]:
+    """Facts and problems of the models to merge; one that stands out from those before it is a fact."""
+    facts: list[str] = []
+    problems: list[str] = []
+    leading, usual = LeadingDirections(plan.parameters, base), list[float | None]()
+    for task, source in experts.items():
+        try:
+            opened = open_checkpoint(source)
+            incoming = fit(base, plan.parameters, opened, values=False, on_mismatch=on_mismatch)
+            facts += [f"task '{task}': {note}" for note in incoming.notes]
+            quick = not incoming.is_adapter and leading.width <= QUICKLY_DECOMPOSED
+            share = leading.share(incoming) if quick else None
+        except ValueError as error:
+            problems.append(f"task '{task}': {error}")
+            continue
+        told = standing_out(share, usual)
+        facts += [f"task '{task}': {told}"] if told else []
+        usual.append(share)
     return facts, problems
 
 
