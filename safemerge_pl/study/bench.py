@@ -95,8 +95,9 @@ class Bench:
         """
         if not self._scorers:
             self.backbone.load()
-            device = "cuda" if self.device == "auto" and torch.cuda.is_available() else self.device
-            self.backbone.to({"auto": "cpu", "cuda": own_gpu()}.get(device, device))
+            automatic = "cuda" if torch.cuda.is_available() else "cpu"
+            device = automatic if self.device == "auto" else self.device
+            self.backbone.to(own_gpu() if device == "cuda" else device)
             self._scorers = {name: Scorer(self.backbone, data) for name, data in self.streams.items()}
         return self._measure_cell(job) if isinstance(job, Cell) else self._measure_references(job, on_line)
 
