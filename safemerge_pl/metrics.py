@@ -98,6 +98,17 @@ class AccuracyMatrix(Metric):
         """ACC, BWT, Gen. and H after the last merge that was entered; NaN where a value is undefined."""
         return self.at(self.steps)
 
+    def defined(self) -> dict[str, float]:
+        """The scores of :meth:`compute` that are defined, as plain numbers in [-1, 1].
+
+        Example:
+            >>> matrix = AccuracyMatrix(["mnist", "flags"])
+            >>> matrix.update(1, {"mnist": 0.75})
+            >>> matrix.defined()
+            {'ACC': 0.75}
+        """
+        return {name: value.item() for name, value in self.compute().items() if not value.isnan()}
+
     @property
     def steps(self) -> int:
         """The last merge of which a row was entered; 0 before the first."""

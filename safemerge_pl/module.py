@@ -168,7 +168,7 @@ class ContinualMergeModule(L.LightningModule):
         if matrix is None or not tasks:
             return {}
         matrix.update(len(tasks), accuracies)
-        return {name: value.item() for name, value in matrix.compute().items() if not value.isnan()}
+        return matrix.defined()
 
     def _require_whole(self, name: str, counted: int, expected: int, stage: str) -> None:
         """A validation that was cut short must not enter the matrix as if it were whole."""

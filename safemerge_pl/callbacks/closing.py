@@ -71,8 +71,7 @@ def last_row(pl_module: L.LightningModule, merger: ContinualMerger | LiveMerger,
         matrix = getattr(pl_module, "matrix", None)
         if not count or not isinstance(matrix, AccuracyMatrix) or matrix.steps != count:
             return {}
-        row = matrix.row(count)
-        scores = {name: value.item() for name, value in matrix.compute().items() if not value.isnan()}
+        row, scores = matrix.row(count), matrix.defined()
     return {**{name: value for name, value in scores.items() if name not in row}, "accuracies": dict(row)}
 
 

@@ -118,8 +118,7 @@ class StreamScores:
                 matrix.update(step, row)
             except ValueError as error:
                 raise MisconfigurationException(f"a score cannot enter the accuracy matrix: {error}") from error
-        values = {name: value.item() for name, value in matrix.compute().items() if not value.isnan()}
-        return {**self.rows[-1], **values}
+        return {**self.rows[-1], **matrix.defined()}
 
     def _missing(self, name: str, known: Iterable[str]) -> MisconfigurationException:
         """The error that a set was not measured, with the names that may have been meant."""
