@@ -15,7 +15,7 @@ __all__ = ["together"]
 
 
 def together(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """A row a number of processes.
+    """Measure one row per number of processes.
 
     Seconds of the command, start included; of its processes, processor seconds of the busiest and largest resident
     memory. On a machine that does other work the ratio of processor seconds tells more than that of seconds.

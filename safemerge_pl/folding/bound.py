@@ -87,6 +87,9 @@ def measure_response(
 
     Returns:
         At least 0; 0 where the pretrained parameters are all zero or nothing was merged.
+
+    Raises:
+        PeerError: if it fails on another process.
     """
 
     def measure(layer: MergeLayer) -> tuple[float, float]:

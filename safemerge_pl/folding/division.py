@@ -32,7 +32,7 @@ class Division:
         self.plan, self.method, self.device, self.processes = plan, method, device, processes
 
     def is_of(self, processes: Processes, device: torch.device) -> bool:
-        """Whether it is for these processes and this kind of device."""
+        """Whether it is for these processes and this device."""
         return self.processes == processes and self.device == device
 
     @cached_property
@@ -47,11 +47,17 @@ class Division:
         return not self.processes.apart or self.owners[name] == self.processes.rank
 
     def hash(self, read: Callable[[str], Tensor], together: bool) -> str:
-        """Fingerprint of the layers inside the parameters that ``read`` gives, a few of which are held at a time.
+        """Hash the layers inside the parameters that ``read`` gives, a few of which are held at a time.
 
         Args:
             read: gives a parameter.
             together: each process reads its own parameters alone; all of them make this call.
+
+        Returns:
+            64 hexadecimal digits, the same for any number of processes.
+
+        Raises:
+            PeerError: if ``read`` fails on another process; here its own exception.
         """
         # the parts of a fused tensor do not follow each other by name
         read = functools.lru_cache(4 + min(HASHED_AT_ONCE, torch.get_num_threads()))(read)
@@ -68,11 +74,15 @@ class Division:
         return hash_lines([lines[name] for name in layers])
 
     def collect_lengths(self, likeness: Likeness) -> dict[str, float]:
-        """Lengths of all layers, also of those that other processes have read."""
+        """Collect the lengths of all layers, also of those that other processes have read."""
         return self.processes.collect(lambda: likeness.lengths) if self.processes.apart else likeness.lengths
 
     def spread(self, staged: MutableMapping[str, Tensor]) -> None:
-        """Give the new weights to all processes, where each of them needs all."""
+        """Give the new weights to all processes, where each of them needs all.
+
+        Args:
+            staged: merged parameters of this process, float32; filled up here.
+        """
         if self.method.concurrent and not self.processes.apart:  # of other methods every process has them already
             shapes = {name: self.plan.pretrained.shape(name) for name in self.plan.parameters}
             self.processes.spread(staged, shapes, self.owners, self.device)

@@ -251,7 +251,14 @@ class Folding:
             return [fold_rows(fold, layer.name, self.index, self._read(layer), self.device)]
 
     def look_at_own(self, look: Callable[[Iterator[tuple[Tensor, Tensor]]], _Out]) -> Iterator[tuple[str, _Out]]:
-        """Own layers by name, with what ``look`` returns for the accumulated and the task vector of each."""
+        """Look at the accumulated and the task vector of each layer that is this process's own.
+
+        Args:
+            look: gets pairs of flat float32 parts of both; called on several threads at once where there are cores.
+
+        Yields:
+            Name of a layer, and what ``look`` returned for it, in order.
+        """
 
         def read_and_look(layers: _Layers) -> tuple[str, _Out]:
             parts = zip(*(flat_parts(tensor, self.device) for tensor in self._read(layers[0])), strict=True)

@@ -122,7 +122,11 @@ def in_words(shares: Sequence[GroupShares]) -> str:
 
 
 def left_energy(base: Tensor, new: Tensor) -> float:
-    """Squared length of the change of a tensor that is not merged; rounding is no change.
+    """Compute the squared length of the change of a tensor that is not merged; rounding is no change.
+
+    Args:
+        base: pretrained, of any shape.
+        new: incoming, of the same shape.
 
     Example:
         >>> import torch

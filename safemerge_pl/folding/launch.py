@@ -31,14 +31,15 @@ _FAREWELL = timedelta(seconds=10)
 
 @contextmanager
 def join_processes() -> Iterator[Processes]:
-    """The processes that torchrun started for this program; this one alone where it started none.
+    """Join the processes that torchrun started for this program; this one is alone where it started none.
 
     They talk by gloo, and by NCCL where there are GPUs. Inside, an error of one process stops all, and is raised on one
     of them; the others exit with 1 and say nothing. Where ``torch.distributed`` is running already it is used and left
     as it is.
 
     Raises:
-        CheckpointError: if the environment of torchrun is there in part.
+        CheckpointError: if the environment of torchrun is there in part, or a process is gone.
+        SilentExit: on all processes but one, if one of them fails.
 
     Example:
         >>> with join_processes() as processes:

@@ -102,8 +102,8 @@ class LeadingDirections:
 
         Args:
             part: from :meth:`part_of`.
-            pretrained: the layer's pretrained weights.
-            change: the incoming less those.
+            pretrained: the layer's pretrained weights, ``(d_out, d_in)`` as they are stored.
+            change: the incoming less those, of the same shape.
         """
         base, tau = part.view(pretrained).float(), part.view(change).float()
         if part.name not in self._bases:
@@ -167,7 +167,7 @@ def _upright(name: str, shapes: Mapping[str, tuple[int, ...]]) -> MergeLayer:
 
 
 def standing_out(share: float | None, earlier: Sequence[float | None]) -> str | None:
-    """What to say of a model whose change lies elsewhere than that of the earlier ones; ``None`` of a usual one.
+    """Describe a model whose change lies elsewhere than that of the earlier ones; ``None`` for a usual one.
 
     Args:
         share: of the change in the pretrained model's leading directions; ``None`` if it says nothing.

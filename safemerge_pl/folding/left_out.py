@@ -19,13 +19,19 @@ __all__ = ["describe_merge", "measure_left", "remark"]
 def measure_left(
     fitted: Fitted, pretrained: Checkpoint, processes: Processes, owners: Mapping[str, int]
 ) -> dict[str, float]:
-    """Squared length of the change of each tensor that is not merged, by name; each is read once, in small parts.
+    """Measure the change of each tensor that is not merged; each is read once, in small parts.
 
     Args:
         fitted: the incoming model.
         pretrained: the model that it was fine-tuned from.
         processes: among which the tensors are shared out.
         owners: rank of the process that has each tensor.
+
+    Returns:
+        Squared length of each change, by name, the same on every process.
+
+    Raises:
+        PeerError: if a tensor cannot be read on another process; here the error itself.
     """
 
     def measure(name: str) -> float:
@@ -70,7 +76,7 @@ def remark(
 
 
 def describe_merge(plan: MergePlan, label: str, reports: Sequence[FoldReport]) -> str:
-    """A merge in a few sentences.
+    """Describe a merge in a few sentences.
 
     Args:
         plan: the pretrained model, and what is merged of it.

@@ -103,13 +103,18 @@ class Processes:
         return self._attempt(work, lambda result: None)[0]
 
     def share(self, work: Callable[[], _Out]) -> list[_Out]:
-        """The same for work that has a plain result, which reaches all: everybody's, by rank."""
+        """The same for work that has a plain result, which reaches all: everybody's, by rank.
+
+        Raises:
+            PeerError: as :meth:`agree`.
+            LostError: likewise.
+        """
         if self.count == 1:
             return [work()]
         return self._attempt(work, lambda result: result)[1]
 
     def collect(self, work: Callable[[], Mapping[str, _Out]]) -> dict[str, _Out]:
-        """The same for plain values by name, each name at one process."""
+        """The same for plain values by name, each name at one process; raises as :meth:`agree`."""
         return {name: value for share in self.share(work) for name, value in share.items()}
 
     def lead(self, work: Callable[[], _Out]) -> _Out:
@@ -173,6 +178,9 @@ class Processes:
             shapes: of all of them, in an order that is the same everywhere.
             owners: rank of the process that has each.
             device: by whose backend they are sent.
+
+        Raises:
+            LostError: if a process is gone.
         """
         if self.count == 1:
             return

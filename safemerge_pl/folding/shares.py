@@ -48,7 +48,7 @@ def divide_work(
     """Give each parameter to a process, which reads, folds, holds and writes it.
 
     Parameters that meet in a stack stay together, and so do all parts of a fused one: what is in a stack must not
-    depend on the number of processes. Of these groups the dearest goes first, each to whoever has least so far.
+    depend on the number of processes. Of these groups the most expensive goes first, each to whoever has least so far.
 
     Args:
         stacks: layers that are folded together.
@@ -108,7 +108,7 @@ def divide_rest(shapes: Mapping[str, Sequence[int]], owners: Mapping[str, int], 
 
 
 def deal_out(costs: Mapping[str, float], loads: Sequence[float]) -> dict[str, int]:
-    """Deal out pieces of work, the dearest first, each to whoever has least; of equal ones to the first.
+    """Deal out pieces of work, the most expensive first, each to whoever has least; of equal ones to the first.
 
     Args:
         costs: of the pieces, by name.

@@ -79,7 +79,7 @@ def copy_if_shared(result: StackResult, stack: Stack) -> StackResult:
 
 
 def guard(method: MergeMethod, fold: Callable[[Stack], StackResult]) -> Callable[[Stack], StackResult]:
-    """Keep a method that is not from here from changing its inputs, which may be the models themselves.
+    """Keep a method from outside this package from changing its inputs, which may be the models themselves.
 
     Args:
         method: how to merge.

@@ -68,7 +68,11 @@ class SafeShare(MergeMethod):
                 )
 
     def check_layers(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse ranks above the width of a matrix."""
+        """Refuse ranks above the width of a matrix.
+
+        Raises:
+            ValueError: naming the rank and the first such matrix.
+        """
         for layer, (_, width) in shapes.items():
             self._ranks(layer, width)
 

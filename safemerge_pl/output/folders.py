@@ -96,6 +96,13 @@ def staged_folder(folder: Path) -> Iterator[Path]:
 def staged_together(folder: Path, processes: Processes) -> Iterator[Path]:
     """The same for several processes: the first makes the folder and puts it in its place, all write in it.
 
+    Args:
+        folder: as for :func:`staged_folder`.
+        processes: all of which make this call.
+
+    Yields:
+        The folder to write in.
+
     Raises:
         CheckpointError: on the process that fails; on the others, that one has failed.
     """

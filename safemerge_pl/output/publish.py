@@ -34,7 +34,7 @@ def require_repo(repo: str) -> None:
 
 
 def push_folder(folder: Path, repo: str, *, private: bool = True, message: str = "Merged model") -> str:
-    """Write a folder to the hub in one commit: what is not in it any more is not there any more either.
+    """Write a folder to the hub in one commit; files that it no longer has are deleted there.
 
     Args:
         folder: an output.
