@@ -15,6 +15,7 @@ from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.fit import Fitted
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
 from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
+from safemerge_pl.commands.method_options import put_under_method
 from safemerge_pl.commands.parsers import HintingParser
 from safemerge_pl.commands.recipe import read_recipes
 from safemerge_pl.folding.bound import MaxResponse
@@ -31,7 +32,6 @@ from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.shared_files import require_same_model, require_shared_files
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
-from safemerge_pl.runtime.classes import subclasses
 from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.names import name_list
 from safemerge_pl.runtime.progress import FoldProgress
@@ -234,37 +234,10 @@ def _parse(processes: Processes) -> dict[str, Any]:
         arguments, notes = read_recipes(sys.argv[2:])
         for note in notes:
             print(f"note: {note}")
-        arguments = _under_method(arguments)
-        if any(given.startswith("--method.") for given in arguments) and not {"--method", "--config", "-c"} & {
-            given.partition("=")[0] for given in arguments
-        }:
-            arguments = ["--method", "SafeMerge", *arguments]  # what is meant where only its settings are given
+        arguments = put_under_method(arguments, inspect.signature(fold_once).parameters)
         config = parser.instantiate(parser.parse_args(arguments))
     sys.argv[0] = Path(sys.argv[0]).name.replace("__main__.py", "safemerge")  # for the model card
     return {key: value for key, value in vars(config).items() if key != "config"}
-
-
-def _under_method(arguments: Sequence[str]) -> list[str]:
-    """Let a setting of the method stand by itself: ``--keep_ratio`` for ``--method.keep_ratio``.
-
-    Example:
-        >>> _under_method(["--keep_ratio", "0.3", "--dtype", "same"])
-        ['--method.keep_ratio', '0.3', '--dtype', 'same']
-        >>> _under_method(["--method=OPCM", "--alpha=0.4", "--keep_ratio=0.3"])
-        ['--method=OPCM', '--method.alpha=0.4', '--keep_ratio=0.3']
-    """
-    text = " ".join(arguments).replace("=", " ").split()
-    chosen = next(iter(text[text.index("--method") + 1 :]), "") if "--method" in text else "SafeMerge"
-    base: Any = MergeMethod
-    kinds = [kind for kind in subclasses(base) if kind.__name__ == chosen.rpartition(".")[2]]
-    known = {name for kind in kinds for name in inspect.signature(kind).parameters}
-    settings = known - set(inspect.signature(fold_once).parameters)
-
-    def moved(argument: str) -> str:
-        option, equals, value = argument.partition("=")
-        return f"--method.{option[2:]}{equals}{value}" if option[:2] == "--" and option[2:] in settings else argument
-
-    return [moved(argument) for argument in arguments]
 
 
 def _say_what_was_done(merger: ContinualMerger, options: dict[str, Any], seconds: float) -> None:
