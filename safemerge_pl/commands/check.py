@@ -20,6 +20,7 @@ from safemerge_pl.folding.selection import MergePlan, plan_merge
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.folders import nearest
 from safemerge_pl.output.saving import output_size
+from safemerge_pl.runtime.names import count_of
 
 __all__ = ["check_stream", "run"]
 
@@ -41,7 +42,7 @@ def run() -> None:
     for problem in problems:
         print(f"PROBLEM {problem}", file=sys.stderr)
     if problems:
-        sys.exit(f"safemerge: {len(problems)} problem{'s' if len(problems) > 1 else ''} found.")
+        sys.exit(f"safemerge: {count_of(len(problems), 'problem')} found.")
     print("no problem found")
 
 

@@ -33,7 +33,7 @@ from safemerge_pl.output.shared_files import require_same_model, require_shared_
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
 from safemerge_pl.runtime.files import local_path
-from safemerge_pl.runtime.names import name_list
+from safemerge_pl.runtime.names import count_of, name_list
 from safemerge_pl.runtime.progress import FoldProgress
 
 __all__ = ["fold_once", "run"]
@@ -256,7 +256,7 @@ def _say_what_was_done(merger: ContinualMerger, options: dict[str, Any], seconds
             )
         for note in report.notes:
             print(f"note: {note}")
-    tasks = f"{len(merger.tasks)} task{'' if len(merger.tasks) == 1 else 's'}"
+    tasks = count_of(len(merger.tasks), "task")
     print(f"merged model: {options['output']}, {tasks}, SHA-256 {report.merged}, {seconds:.1f} s")
     if options["push_to_hub"]:
         print(f"on the hub: {options['push_to_hub']}, private unless it was public before")

@@ -16,6 +16,7 @@ from safemerge_pl.folding.fates import in_words
 from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.output.saving import read_merge
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.names import count_of
 
 __all__ = ["describe_output", "run"]
 
@@ -47,7 +48,7 @@ def describe_output(folder: Path) -> tuple[list[str], bool]:
     saved = read_merge(folder)
     method, reports = saved.values["method"], [FoldReport.from_dict(each) for each in saved.values["reports"]]
     settings = ", ".join(f"{key}={value}" for key, value in method["init_args"].items())
-    lines = [f"{folder}: {_count(len(reports), 'task')}, {method['class_path'].rpartition('.')[2]}({settings})"]
+    lines = [f"{folder}: {count_of(len(reports), 'task')}, {method['class_path'].rpartition('.')[2]}({settings})"]
     for report in reports:
         revision = f"@{report.revision[:12]}" if report.revision else ""
         lines.append(f"{report.index:>3}  {report.task}  from {report.source}{revision}  {report.time or ''}".rstrip())
@@ -107,9 +108,5 @@ def _compare_weights(folder: Path, masters: Checkpoint, reports: list[FoldReport
         if not torch.equal(weights[theirs], masters[name].to(weights.dtype(theirs)))
     ]
     if odd:
-        return f"NOT the masters, in {_count(len(odd), 'tensor')}, first `{odd[0]}`", False
+        return f"NOT the masters, in {count_of(len(odd), 'tensor')}, first `{odd[0]}`", False
     return "equal the masters", True
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -12,6 +12,7 @@ from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.runtime.cores import map_on_cores
+from safemerge_pl.runtime.names import count_of
 
 __all__ = ["describe_merge", "measure_left", "remark"]
 
@@ -85,7 +86,7 @@ def describe_merge(plan: MergePlan, label: str, reports: Sequence[FoldReport]) -
     """
     also = f" and {len(plan.others)} other tensors" if plan.others else ""
     tasks = ", ".join(report.task for report in reports)
-    count = f"{len(reports)} task{'' if len(reports) == 1 else 's'}"
+    count = count_of(len(reports), "task")
     lines = [
         f"{label} into {plan.pretrained.source}: {len(plan.layers)} layers{also}, {plan.entries / 1e6:.2f} M of "
         f"{plan.total / 1e6:.2f} M parameters.",

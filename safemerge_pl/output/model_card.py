@@ -14,6 +14,7 @@ from safemerge_pl.output.files import LEDGER_FILE
 from safemerge_pl.output.loaders import Loader
 from safemerge_pl.output.state import MergeState
 from safemerge_pl.runtime.environment import environment
+from safemerge_pl.runtime.names import count_of
 
 __all__ = ["model_card", "shorten_paths"]
 
@@ -43,7 +44,7 @@ def model_card(state: MergeState, base: Checkpoint, dtype: str, notes: Sequence[
         "",
         "# Merged model",
         "",
-        f"`{base.source}` with {len(rows)} fine-tuned model{'' if len(rows) == 1 else 's'} merged into it, one after "
+        f"`{base.source}` with {count_of(len(rows), 'fine-tuned model')} merged into it, one after "
         f"another and without data, by safemerge_pl with {state.label}. Weights are stored "
         f"{'in the dtype of the base' if dtype == 'same' else f'as {dtype}'}. {loader.use}",
         "",

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from safemerge_pl.errors import UnknownOptionError
 
-__all__ = ["did_you_mean", "name_list", "nearest", "refuse_unknown", "suggest_options"]
+__all__ = ["count_of", "did_you_mean", "name_list", "nearest", "refuse_unknown", "suggest_options"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,6 +60,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = nearest(name, names)
     return f"did you mean '{close}'?" if close is not None else f"there are {', '.join(names)}."
+
+
+def count_of(number: int, what: str) -> str:
+    """A number of things, with the plural where it is not one.
+
+    Example:
+        >>> count_of(1, "task"), count_of(8, "task")
+        ('1 task', '8 tasks')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
