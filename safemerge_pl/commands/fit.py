@@ -15,6 +15,7 @@ from safemerge_pl.callbacks import MergedModelWriter, MethodComparison, Referenc
 from safemerge_pl.checkpoints.pickles import read_pickle
 from safemerge_pl.commands.merge_section import add_merge_section, take_merge_section
 from safemerge_pl.commands.parsers import Hints
+from safemerge_pl.commands.plain_values import write_plain_values
 from safemerge_pl.commands.remarks import silence_known_warnings
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.module import ContinualMergeModule
@@ -117,6 +118,7 @@ def build_cli(*, run: bool = True) -> SafeMergeCLI:
         run: do what the verb says; else only build module, data and trainer.
     """
     silence_known_warnings()
+    write_plain_values()
     kind = SafeMergeCLI if run else _OnlyBuilt
     return kind(
         ContinualMergeModule,
