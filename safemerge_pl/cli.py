@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from safemerge_pl.commands.wording import quote_refusal
 from safemerge_pl.errors import SilentExit
 from safemerge_pl.runtime.configs import append_repeated, packaged_configs, resolve_configs
 from safemerge_pl.runtime.console import be_quiet, tolerate_names
@@ -135,7 +136,7 @@ def _run(argv: list[str]) -> None:
     except Exception as error:
         if os.environ.get("SAFEMERGE_TRACEBACK") or not _is_for_the_user(error):
             raise
-        _fail(str(error))
+        _fail(quote_refusal(str(error)))
 
 
 def _help() -> str:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-__all__ = ["in_one_sentence", "type_in_words"]
+__all__ = ["in_one_sentence", "quote_refusal", "type_in_words"]
 
 _WORDS = {
     "int": "a whole number",
@@ -16,6 +16,8 @@ _WORDS = {
     "tuple": "a list",
     "dict": "a mapping",
 }
+
+_LINES = re.DOTALL | re.MULTILINE
 
 _LONGEST = 300
 """Letters of a complaint of no known form that are shown."""
@@ -46,6 +48,30 @@ def in_one_sentence(message: str) -> str:
     return _of_key(message, "")
 
 
+def quote_refusal(message: str) -> str:
+    """Give what a class said that refused its settings, out of what a parser says of all types that an option takes.
+
+    Args:
+        message: of any error; one that is not of this form is given back as it is.
+
+    Example:
+        >>> print(quote_refusal('''Does not validate against any of the Union subtypes
+        ... Subtypes: [<class 'NoneType'>, list[lightning.Callback]]
+        ... Errors:
+        ...   - Expected a <class 'NoneType'>
+        ...   - `lr` must be above 0.
+        ... Given value type: <class 'list'>
+        ... Given value: []'''))
+        `lr` must be above 0.
+    """
+    found = re.match(r"Does not validate against any of the Union.*?^Errors:\n(.+?)^Given value", message, _LINES)
+    if found is None:
+        return message
+    alternatives = [part.replace("\n    ", "\n").strip() for part in re.split(r"^  - ", found[1], flags=re.MULTILINE)]
+    told = [part for part in alternatives if part and not re.match(r"Expected an? |Not a valid subclass", part)]
+    return quote_refusal(told[0]) if told else message
+
+
 def _of_key(message: str, above: str) -> str:
     """A complaint about the value of one option, which may lie in another one's."""
     found = re.match(r'(?:Parser|Problem in)?\s*[Kk]ey "([^"]+)":?\s*(.*)', message, re.DOTALL)
@@ -72,9 +98,13 @@ def _told_of_class(rest: str, key: str) -> str | None:
         if told.startswith('Parser key "'):
             return _of_key(_dedented(told), key)
     for path, told in tried:
+        name = path.rpartition(".")[2]
+        missing = re.match(r"the following arguments are required: (.+)", told)
+        if missing is not None:
+            return f"`--{key}`: {name} needs {', '.join(f'--{key}.{option}' for option in missing[1].split(', '))}."
         option = re.match(r"Option '([\w.]+)' is not accepted", told)
         if option is not None:
-            return f"`--{key}`: {path.rpartition('.')[2]} has no option '{option[1]}'."
+            return f"`--{key}`: {name} has no option '{option[1]}'."
     return None
 
 

@@ -122,6 +122,7 @@ def test_bad_input_is_one_sentence(args: list[str], code: int, message: str, tmp
     assert run.returncode == code, run.stdout + run.stderr
     assert message in run.stderr
     assert "Traceback" not in run.stderr
+    assert "Union subtypes" not in run.stderr
     assert not list(tmp_path.glob("**/merged"))
 
 

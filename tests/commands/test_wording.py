@@ -3,7 +3,7 @@
 import pytest
 
 from safemerge_pl.cli import main
-from safemerge_pl.commands.wording import in_one_sentence
+from safemerge_pl.commands.wording import in_one_sentence, quote_refusal
 
 FOLD = "fold --pretrained a --incoming b --output c "
 
@@ -51,10 +51,44 @@ NESTED = """Parser key "trainer.callbacks":
             "`--trainer.callbacks.keep` must be low or high, got 'middle'.",
         ),
         ("Option 'keep' is not accepted", "`--trainer.callbacks`: SAFEMergeCallback has no option 'keep'."),
+        (
+            "the following arguments are required: monitor, mode",
+            "`--trainer.callbacks`: SAFEMergeCallback needs --trainer.callbacks.monitor, --trainer.callbacks.mode.",
+        ),
     ],
 )
 def test_the_class_that_was_meant_is_told_of(inner: str, told: str) -> None:
     assert in_one_sentence(NESTED.format(inner=inner)) == told
+
+
+REFUSED = """Does not validate against any of the Union subtypes
+Subtypes: [<class 'NoneType'>, list[lightning.Callback]]
+Errors:
+  - Expected a <class 'NoneType'>
+  - Does not validate against any of the Union subtypes
+    Subtypes: [<class 'lightning.Callback'>, <class 'NoneType'>]
+    Errors:
+      - Not a valid subclass of Callback
+        Subclass types expect one of:
+        - a class path (str)
+      - {inner}
+    Given value type: <class 'str'>
+    Given value: a
+Given value type: <class 'list'>
+Given value: [<object>, Namespace()]"""
+
+
+@pytest.mark.parametrize("told", ["`lr` must be above 0.", "task 'a' has no model.\ntask 'b' has no model.", "a:\n- b"])
+def test_a_class_that_refuses_its_settings_is_quoted(told: str) -> None:
+    """Of all types that were tried, and of all that it says."""
+    assert quote_refusal(REFUSED.format(inner=told.replace("\n", "\n        "))) == told
+    assert quote_refusal(told) == told
+
+
+def test_where_no_class_says_anything_all_is_shown() -> None:
+    inner = REFUSED.format(inner="Expected a <class 'NoneType'>").replace("Does not validate", "Expected a", 2)
+    message = inner.replace("Expected a", "Does not validate", 1)
+    assert quote_refusal(message) == message
 
 
 def test_a_message_of_no_known_form_is_shown_cut() -> None:
