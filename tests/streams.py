@@ -1,6 +1,7 @@
 """What several tests of a stream of checkpoints share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,30 @@ import lightning as L
 import torch
 from small import RANKS, tower
 
+from safemerge_pl.callbacks import StreamProgress
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import SafeMerge
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.scoring import Scorer
 from safemerge_pl.zoo import FILES
 
 Make = Callable[..., Any]
+
+
+class CountingProgress(StreamProgress):
+    """Notes for each bar what it says, its whole length, and how far it came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bars: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def scoring(self, scorer: Scorer, sets: Sequence[str], what: str) -> Iterator[None]:
+        done: list[int] = []
+        with super().scoring(scorer, sets, what):
+            scorer.progress = done.append
+            yield
+        self.bars.append((what, sum(map(scorer.data.count_batches, sets)), sum(done)))
 
 
 def direct(tasks: list[str], **settings: Any) -> ContinualMerger:

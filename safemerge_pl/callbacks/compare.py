@@ -7,6 +7,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.callbacks.progress import show_scoring
 from safemerge_pl.folding.bound import MaxResponse, choose_bound, name_with_bound
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.selection import plan_merge
@@ -114,12 +115,15 @@ class MethodComparison(L.Callback):
                 max_response=entry.max_response,
             )
             merger.processes = Processes(shared=trainer.world_size > 1)
+            merger.progress = merge.merger.progress
             for task, source in merge.sources.items():
                 merger.fold(source, task)
         except ValueError as error:
             raise _name(entry, error) from error
         with swapped_weights(merge.target(pl_module), merger.merged_parameters()):
-            row = score_row(pl_module.scorer)
+            data = pl_module.scorer.data
+            with show_scoring(trainer, pl_module.scorer, [*data.stream, *data.controls], entry.label):
+                row = score_row(pl_module.scorer)
         bar = trainer.progress_bar_callback
         if bar is not None:
             scores = "  ".join(f"{key} {100 * row[key]:.1f}" for key in SCORES if key in row)

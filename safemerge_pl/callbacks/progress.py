@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TextIO, cast
 
 import lightning as L
@@ -13,8 +15,9 @@ from safemerge_pl.functional import SCORES
 from safemerge_pl.reports.stream import scores_table
 from safemerge_pl.runtime.console import Tolerant, say, show
 from safemerge_pl.runtime.progress import FoldProgress
+from safemerge_pl.scoring.scorer import Scorer
 
-__all__ = ["StreamProgress"]
+__all__ = ["StreamProgress", "show_scoring"]
 
 
 class StreamProgress(ProgressBar):
@@ -41,7 +44,7 @@ class StreamProgress(ProgressBar):
         if not self._enabled:
             return
         if self._live is not None:
-            self._live.console.print(*args, highlight=False)
+            self._live.console.print(*args, highlight=False, markup=False, soft_wrap=True)
         else:
             say(*args)
 
@@ -60,7 +63,7 @@ class StreamProgress(ProgressBar):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the bar."""
-        self._open(trainer, sum(int(n) for n in trainer.num_val_batches if n != float("inf")))
+        self._open(sum(int(n) for n in trainer.num_val_batches if n != float("inf")))
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Move the bar."""
@@ -86,7 +89,7 @@ class StreamProgress(ProgressBar):
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the bar."""
-        self._open(trainer, sum(int(n) for n in trainer.num_test_batches if n != float("inf")))
+        self._open(sum(int(n) for n in trainer.num_test_batches if n != float("inf")))
 
     def on_test_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Move the bar."""
@@ -108,27 +111,58 @@ class StreamProgress(ProgressBar):
         if merge is not None and merge.merger is not None:
             merge.merger.progress = None
 
+    @contextmanager
+    def scoring(self, scorer: Scorer, sets: Sequence[str], what: str) -> Iterator[None]:
+        """Show a bar while a scorer goes through sets outside of Lightning's loops.
+
+        Args:
+            scorer: what goes through them.
+            sets: their names, as often as they are scored.
+            what: is scored.
+        """
+        self._open(sum(map(scorer.data.count_batches, sets)), what)
+        scorer.progress = self._advance
+        try:
+            yield
+        finally:
+            scorer.progress = None
+            self._close()
+
     def _print_scores(self, scores: dict[str, float]) -> None:
         if self._enabled and scores:
             show(scores_table(scores))
 
-    def _open(self, trainer: L.Trainer, total: int) -> None:
+    def _open(self, total: int, what: str = "") -> None:
         from rich.console import Console
+        from rich.markup import escape
         from rich.progress import Progress
 
         self._start = time.perf_counter()
         console = Console(file=cast(TextIO, Tolerant(sys.stdout)))
-        if self._enabled and console.is_terminal:
+        if self._enabled and total and console.is_terminal:
             self._live = Progress(console=console, transient=True)
-            self._bar = self._live.add_task("scoring", total=total)
+            self._bar = self._live.add_task(f"scoring {escape(what)}".rstrip(), total=total)
             self._live.start()
 
-    def _advance(self) -> None:
+    def _advance(self, batches: int = 1) -> None:
         if self._live is not None:
-            self._live.advance(self._bar)
+            self._live.advance(self._bar, batches)
 
     def _close(self) -> None:
         self._folding.close()
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def show_scoring(trainer: L.Trainer, scorer: Scorer, sets: Sequence[str], what: str) -> AbstractContextManager[None]:
+    """Show a bar while a scorer goes through sets, where the trainer's progress bar is a :class:`StreamProgress`.
+
+    Args:
+        trainer: of the run.
+        scorer: what goes through the sets.
+        sets: their names, as often as they are scored.
+        what: is scored.
+    """
+    bar = trainer.progress_bar_callback
+    return bar.scoring(scorer, sets, what) if isinstance(bar, StreamProgress) else nullcontext()

@@ -5,10 +5,11 @@ from typing import Any, ClassVar
 import lightning as L
 
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.callbacks.progress import show_scoring
 from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.scoring.rows import Row, measure_references
+from safemerge_pl.scoring.rows import Row, measure_references, sets_to_score
 from safemerge_pl.scoring.tags import tag_scores
 
 __all__ = ["ReferenceRows"]
@@ -44,16 +45,19 @@ class ReferenceRows(L.Callback):
         scorer = pl_module.scorer if isinstance(pl_module, ContinualMergeModule) else None
         if scorer is None:
             return
-        measure_references(
-            scorer,
-            merge.target(pl_module),
-            merge.sources,
-            self.rows,
-            wanted=("pretrained", "individual") if self.individual else ("pretrained",),
-            pretrained=merge.merger.pretrained,
-            within=self.assert_scores,
-            on_row=lambda what, row: _say(trainer, what, row),
-        )
+        wanted = ("pretrained", "individual") if self.individual else ("pretrained",)
+        what = "pretrained model and experts" if self.individual else "pretrained model"
+        with show_scoring(trainer, scorer, sets_to_score(scorer.data, merge.sources, self.rows, wanted), what):
+            measure_references(
+                scorer,
+                merge.target(pl_module),
+                merge.sources,
+                self.rows,
+                wanted=wanted,
+                pretrained=merge.merger.pretrained,
+                within=self.assert_scores,
+                on_row=lambda what, row: _say(trainer, what, row),
+            )
         _log_start(trainer, self.rows["pretrained"], scorer.data)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Data of a merge stream: the tasks seen so far and the held-out control sets, one loader each."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -141,16 +142,19 @@ class StreamDataModule(L.LightningDataModule, ABC):
         if not isinstance(backbone, Backbone):
             raise RuntimeError("the module that is scored has no Backbone.")
         dataset = self.dataset(name, backbone)
-        rank, world_size = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
-            sampler=ExactShard(len(dataset), rank, world_size),  # type: ignore[arg-type]
+            sampler=self._share(len(dataset)),  # type: ignore[arg-type]
             num_workers=self.num_workers,
             collate_fn=as_it_is,
             persistent_workers=False,
             pin_memory=self.num_workers > 0 and torch.cuda.is_available(),
         )
+
+    def count_batches(self, name: str) -> int:
+        """Number of batches of one set that this process gets; no example is read for it."""
+        return math.ceil(len(self._share(len(self.labelled_set(name)))) / self.batch_size)
 
     def dataset(self, name: str, backbone: Backbone) -> Dataset[Any]:
         """Preprocessed examples of a set; batches are fetched whole, so loaders need ``collate_fn=as_it_is``."""
@@ -158,6 +162,10 @@ class StreamDataModule(L.LightningDataModule, ABC):
             batches = self.labelled_set(name).batches(backbone)
             self._pixels[name] = _KeptPixels(batches) if self.keep_in_memory else batches
         return self._pixels[name]
+
+    def _share(self, length: int) -> "ExactShard":
+        trainer = self.trainer
+        return ExactShard(length, *((0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)))
 
     def _merged_by_now(self) -> int:
         """Tasks merged when the coming validation runs.

@@ -13,7 +13,7 @@ from safemerge_pl.functional import summarise
 from safemerge_pl.scoring.scorer import Scorer
 from safemerge_pl.scoring.weights import expert_weights, swapped_weights
 
-__all__ = ["Row", "individual_row", "measure_references", "require_published", "score_row"]
+__all__ = ["Row", "individual_row", "measure_references", "require_published", "score_row", "sets_to_score"]
 
 Row = dict[str, Any]
 """``ACC``, ``Gen`` and ``H`` where defined, and ``accuracies`` by set; plain values."""
@@ -52,6 +52,22 @@ def individual_row(
             controls[name].append(scores[name])
         on_expert(task, {"acc": own[task], **summarise([], [scores[name] for name in data.controls])})
     return _row({**own, **{name: sum(values) / len(values) for name, values in controls.items()}}, data)
+
+
+def sets_to_score(
+    data: StreamDataModule, sources: Collection[str], rows: Collection[str], wanted: Collection[str]
+) -> list[str]:
+    """The sets that :func:`measure_references` goes through, in its order and as often.
+
+    Args:
+        data: with tasks and control sets.
+        sources: tasks that have an expert.
+        rows: those that are known.
+        wanted: those that are wanted.
+    """
+    missing = set(wanted) - set(rows)
+    own = [name for task in sources for name in (task, *data.controls)] if "individual" in missing else []
+    return [*data.stream, *data.controls, *own] if "pretrained" in missing else own
 
 
 def measure_references(

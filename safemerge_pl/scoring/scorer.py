@@ -1,5 +1,6 @@
 """Score the weights that a backbone holds: counts are summed over batches and processes, then give a score per set."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,10 +23,14 @@ class Scorer:
     Args:
         backbone: loaded, on the device where scoring runs.
         data: gives the sets by name, and the trainer with its processes if it is attached to one.
+
+    Attributes:
+        progress: called by :meth:`score` with the number of batches that are done since the last call.
     """
 
     def __init__(self, backbone: Backbone, data: StreamDataModule) -> None:
         self.backbone, self.data = backbone, data
+        self.progress: Callable[[int], None] | None = None
         self._sets: dict[str, SetScore] = {}
         self._counts: dict[str, Tensor] = {}
 
@@ -71,10 +76,16 @@ class Scorer:
         file = score_file(self.backbone, self.data.labelled_set(name)) if alone else None
         known = read_score(file)
         if known is not None:
+            self._tell(self.data.count_batches(name))
             return known
         with evaluating(self.backbone), precision:
             for batch in self.data.loader(name, self.backbone):
                 self.count(name, move_data_to_device(batch, device))
+                self._tell(1)
         score = self.take(name)[0]
         keep_score(file, score)
         return score
+
+    def _tell(self, batches: int) -> None:
+        if self.progress is not None:
+            self.progress(batches)

@@ -11,6 +11,7 @@ from event_files import scalars
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import TensorBoardLogger
 from small import TASKS, tower
+from streams import CountingProgress
 
 from safemerge_pl.callbacks import ComparedMethod, MergeCallback, MethodComparison, StreamReport
 from safemerge_pl.merger import ContinualMerger
@@ -29,9 +30,11 @@ def test_each_method_ends_as_a_stream_of_its_own(
     module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make, tmp_path: Path
 ) -> None:
     methods = [ComparedMethod(share()), ComparedMethod(TaskArithmetic(), 0.01, "bounded sum")]
-    compare, report = MethodComparison(methods), StreamReport()
+    compare, report, bar = MethodComparison(methods), StreamReport(), CountingProgress()
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
-    make_trainer(merge_callback(), compare, report, logger=logger).fit(module, small_data())
+    callbacks = [merge_callback(), compare, report, bar]
+    make_trainer(*callbacks, logger=logger, enable_progress_bar=True).fit(module, small_data())
+    assert bar.bars == [("SAFE-Share, bound 0.035", 12, 12), ("bounded sum", 12, 12)]
     merged = tower(module)
     alone = ContinualMergeModule()
     make_trainer(MergeCallback(share())).fit(alone, small_data())

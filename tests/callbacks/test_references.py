@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from small import TASKS
-from streams import assert_same_weights, direct
+from streams import CountingProgress, assert_same_weights, direct
 
 from safemerge_pl.callbacks import ReferenceRows
 from safemerge_pl.module import ContinualMergeModule
@@ -18,9 +18,10 @@ def test_reference_rows_are_right_and_leave_no_trace(
     module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make
 ) -> None:
     """Pretrained on everything; each expert on its own task, its control accuracies averaged."""
-    rows = ReferenceRows()
+    rows, bar = ReferenceRows(), CountingProgress()
     data = small_data()
-    make_trainer(merge_callback(), rows).fit(module, data)
+    make_trainer(merge_callback(), rows, bar, enable_progress_bar=True).fit(module, data)
+    assert bar.bars == [("pretrained model and experts", 30, 30)]  # 10 sets in three batches each
     assert_same_weights(module, direct(TASKS))
     zero_shot = ContinualMergeModule()
     make_trainer().validate(zero_shot, small_data(), verbose=False)

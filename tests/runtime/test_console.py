@@ -2,10 +2,10 @@
 
 import io
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from terminals import Terminal, console, shown
 
 from safemerge_pl.callbacks.progress import StreamProgress
 from safemerge_pl.runtime import progress
@@ -14,21 +14,6 @@ from safemerge_pl.runtime.progress import FoldProgress
 
 NAME = "\u6a21\u578b"
 BYTES = "caf\udce9"  # a file name in Latin-1, as Python reads it on a system in UTF-8
-
-
-class Terminal(io.TextIOWrapper):
-    def isatty(self) -> bool:
-        return True
-
-
-def console(encoding: str, kind: type[io.TextIOWrapper] = io.TextIOWrapper) -> Any:
-    return kind(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
-
-
-def shown(stream: Any) -> str:
-    stream.flush()
-    text: str = stream.buffer.getvalue().decode(stream.encoding)
-    return text
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "latin-1", "utf-8"])
@@ -80,7 +65,7 @@ def test_the_lines_of_a_stream_pass_on_any_console(kind: Any, monkeypatch: pytes
     out = console("cp1252", kind)
     monkeypatch.setattr(sys, "stdout", out)
     bar: Any = StreamProgress()
-    bar._open(SimpleNamespace(), 3)
+    bar._open(3)
     bar.print(f"1/2 {NAME}")
     bar._advance()
     bar._close()

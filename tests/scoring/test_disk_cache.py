@@ -18,7 +18,8 @@ def test_scores_are_kept(benchmark: tuple[Path, Path], tmp_path: Path, monkeypat
     monkeypatch.setenv("SAFEMERGE_CACHE", str(tmp_path / "kept"))
     backbone = CLIPBackbone(str(benchmark[0]))
     backbone.load()
-    scored = []
+    scored: list[str] = []
+    told: list[int] = []
     real = Scorer.count
 
     def counting(self: Scorer, name: str, batch: Any) -> None:
@@ -29,12 +30,17 @@ def test_scores_are_kept(benchmark: tuple[Path, Path], tmp_path: Path, monkeypat
 
     def score(name: str = "eurosat", **settings: Any) -> float:
         scored.clear()
-        return Scorer(backbone, data_of(benchmark, **settings)).score(name)
+        told.clear()
+        scorer = Scorer(backbone, data_of(benchmark, **settings))
+        scorer.progress = told.append
+        return scorer.score(name)
 
     first = score()
     assert len(scored) == 3
+    assert told == [1, 1, 1]
     assert score() == first
     assert scored == []
+    assert told == [3]
     (file,) = (tmp_path / "kept" / "scores").iterdir()
     file.write_text("{")
     assert score() == first

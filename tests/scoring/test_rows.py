@@ -9,7 +9,7 @@ from small import SmallZoo
 from torch import nn
 
 from safemerge_pl.data.glue import GLUEData
-from safemerge_pl.scoring.rows import individual_row, measure_references, require_published, score_row
+from safemerge_pl.scoring.rows import individual_row, measure_references, require_published, score_row, sets_to_score
 
 SETS = {"mnist": 0.5, "flags": 0.25, "probe1_seen_styles": 1.0}
 SOURCES = {"mnist": {"weight": torch.tensor([[0.75]])}, "flags": {"weight": torch.tensor([[1.0]])}}
@@ -95,6 +95,16 @@ def test_what_is_known_or_not_wanted_is_not_measured() -> None:
     assert references(scorer, rows, wanted=["pretrained"]) == []
     assert scorer.asked == []
     assert references(scorer, rows) == ["expert mnist", "expert flags", "individual"]
+
+
+@pytest.mark.parametrize("known", [[], ["pretrained"], ["individual"], ["pretrained", "individual"]])
+@pytest.mark.parametrize("wanted", [["pretrained"], ["pretrained", "individual"]])
+def test_the_sets_to_score_are_known_before(known: list[str], wanted: list[str]) -> None:
+    scorer, rows = Product(), {"pretrained": PRETRAINED, "individual": INDIVIDUAL}
+    rows = {name: rows[name] for name in known}
+    told = sets_to_score(scorer.data, SOURCES, rows, wanted)
+    references(scorer, rows, wanted=wanted)
+    assert scorer.asked == told
 
 
 def test_scores_that_are_off_stop_at_once_and_keep_what_was_measured() -> None:

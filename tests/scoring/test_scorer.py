@@ -29,7 +29,11 @@ def test_scorer_outside_a_trainer_equals_validation(base: Path, tmp_path: Path, 
     backbone = T5Backbone(str(base))
     backbone.load()
     outside = Scorer(backbone, glue(tmp_path, ["cola", "stsb"], ["rte"], batch_size=5))
+    done: list[int] = []
+    outside.progress = done.append
     scores = {name: outside.score(name) for name in ("cola", "stsb", "rte")}
+    assert done == [1] * 9  # 12 rows in batches of 5
+    assert [outside.data.count_batches(name) for name in scores] == [3, 3, 3]
     module = ContinualMergeModule(T5Backbone(str(base)))
     trainer: L.Trainer = make_trainer()
     trainer.validate(module, glue(tmp_path, ["cola", "stsb"], ["rte"], batch_size=4), verbose=False)
