@@ -1,6 +1,6 @@
 """The section ``merge`` of a configuration: settings of the merge callback, whatever other callbacks there are."""
 
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Action
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -21,8 +21,18 @@ def add_merge_section(parser: ArgumentParser) -> None:
     """
     parser.add_class_arguments(SAFEMergeCallback, _SECTION, instantiate=False)
     for action in parser._actions:
+        if action.dest == _SECTION:
+            action.help = "A file of these settings; what it leaves out is as trainer.callbacks says, or the default."
         if action.dest == _SECTION or action.dest.startswith(f"{_SECTION}."):
+            _show_default(action)
             action.default = SUPPRESS
+
+
+def _show_default(action: Action) -> None:
+    """Write the default into the help, as the parser does for options that are not suppressed."""
+    if action.default != SUPPRESS:
+        default = "null" if action.default is None else action.default
+        action.help = f"{action.help} (type: %(type)s, default: {default})"
 
 
 def take_merge_section(config: Namespace) -> None:

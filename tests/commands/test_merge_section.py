@@ -1,14 +1,16 @@
 """Settings of the merge callback in a section of their own, beside whatever other callbacks."""
 
+import inspect
+import re
 import sys
 from typing import Any
 
 import pytest
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 
-from safemerge_pl.callbacks import MergeCallback
+from safemerge_pl.callbacks import MergeCallback, SAFEMergeCallback
 from safemerge_pl.commands.fit import build_cli
-from safemerge_pl.commands.merge_section import take_merge_section
+from safemerge_pl.commands.merge_section import add_merge_section, take_merge_section
 from safemerge_pl.runtime.configs import config_folder
 
 OTHER = Namespace(class_path="lightning.pytorch.callbacks.LearningRateMonitor", init_args=Namespace())
@@ -48,6 +50,21 @@ def test_what_is_not_given_changes_nothing() -> None:
     config = Namespace(trainer=Namespace(callbacks=[entry(lr=1.0)]))
     take_merge_section(config)
     assert config.trainer.callbacks == [entry(lr=1.0)]
+
+
+def test_help_shows_defaults_that_are_not_set() -> None:
+    """Those of the callback, as for every other option."""
+    parser = ArgumentParser()
+    add_merge_section(parser)
+    told = " ".join(parser.format_help().split())
+    parts = dict(re.findall(r"--merge\.(\w+) [^-].*? \(type: ([^()]*)\)", told[told.index("Fold one") :]))
+    assert parts["keep_ratio"] == "float, default: 0.5"
+    assert parts["module_attr"].endswith("default: null")
+    assert "default" not in parts["epochs_per_task"]  # without it nothing is merged in a loop
+    for name, parameter in inspect.signature(SAFEMergeCallback).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.default is not None:
+            assert parts[name].endswith(f", default: {parameter.default}")
+    assert parser.parse_args([]) == Namespace()
 
 
 # of what Lightning's own command line calls, once a process
