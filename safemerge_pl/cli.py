@@ -13,7 +13,7 @@ from safemerge_pl.runtime.configs import append_repeated, packaged_configs, reso
 from safemerge_pl.runtime.console import be_quiet, tolerate_names
 from safemerge_pl.runtime.names import nearest
 from safemerge_pl.runtime.own_modules import find_modules_beside
-from safemerge_pl.runtime.stopping import catch_stops
+from safemerge_pl.runtime.stopping import Resumable, catch_stops
 from safemerge_pl.version import __version__
 
 __all__ = ["VERBS", "Verb", "main"]
@@ -26,7 +26,7 @@ class Verb(NamedTuple):
         runs: ``module:function``; the function has no parameters and reads ``sys.argv``.
         options: those that a first try needs, for the help.
         does: what it does, for the help.
-        goes_on: what to do after it was stopped.
+        goes_on: what to do after it was stopped, unless the verb itself knows better.
     """
 
     runs: str
@@ -40,7 +40,6 @@ VERBS = {
         "safemerge_pl.commands.fit:run",
         "--config quickstart.yaml",
         "merge a stream of models and score it after each",
-        "repeat the command with --ckpt_path last to go on after the last whole task.",
     ),
     "validate": Verb(
         "safemerge_pl.commands.fit:run",
@@ -83,7 +82,7 @@ Fold fine-tuned models, one after another, into one merged model, without any ta
 {verbs}
 
 Options of a verb: safemerge VERB --help. A value of the configuration is changed by its path, for example
---merge.keep_ratio 0.3 or --data.order_seed 42. A stopped run goes on with --ckpt_path last.
+--merge.keep_ratio 0.3 or --data.order_seed 42. A run that was stopped after a task goes on with --ckpt_path last.
 -q tells problems only. Exit codes: 0 done, 1 a problem that is named, 2 a wrong command line, 130 and 143 stopped.
 Configurations that come along: {configs}.
 """
@@ -108,6 +107,7 @@ def main(args: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if "RANK" in os.environ:  # what a process says when another one ends is enough, without stacks of C++
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    goes_on = VERBS[argv[0]].goes_on
     with catch_stops() as stop, be_quiet() if len(argv) < len(given) else contextlib.nullcontext():
         try:
             _run(argv)
@@ -116,9 +116,10 @@ def main(args: Sequence[str] | None = None) -> None:
         except BaseException as error:  # Lightning makes an exit of an interrupt
             if stop.number is None and not isinstance(error, KeyboardInterrupt):
                 raise
+            goes_on = str(error) if isinstance(error, Resumable) else goes_on
     if stop.number is not None:
         if os.environ.get("RANK", "0") == "0":
-            print(f"\nsafemerge: stopped by {stop.name}; {VERBS[argv[0]].goes_on}", file=sys.stderr)
+            print(f"\nsafemerge: stopped by {stop.name}; {goes_on}", file=sys.stderr)
         raise SystemExit(128 + stop.number)
 
 

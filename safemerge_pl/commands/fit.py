@@ -21,6 +21,7 @@ from safemerge_pl.data.module import StreamDataModule
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.runtime.console import is_quiet
 from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.stopping import Resumable
 
 __all__ = ["SafeMergeCLI", "build_cli", "last_checkpoint", "run"]
 
@@ -96,6 +97,16 @@ class SafeMergeCLI(LightningCLI):
             kwargs["verbose"] = self.trainer.progress_bar_callback is None and not is_quiet()
         return kwargs | {"weights_only": kwargs.get("weights_only") is not False}
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except (KeyboardInterrupt, SystemExit) as stop:  # Lightning makes an exit of an interrupt
+            interrupted = KeyboardInterrupt in (type(stop), type(stop.__context__))
+            if subcommand == "fit" and interrupted and _has_checkpoint(self.trainer):
+                how = "repeat the command with --ckpt_path last to go on after the last whole task."
+                raise Resumable(how) from stop
+            raise
+
     def before_fit(self) -> None:
         """Find the checkpoint that ``--ckpt_path last`` means."""
         config = self.config_init["fit"]
@@ -144,14 +155,24 @@ def last_checkpoint(trainer: L.Trainer) -> Path:
     Raises:
         MisconfigurationException: if there is none.
     """
-    logger = trainer.logger
-    root = Path(getattr(logger, "root_dir", None) or trainer.default_root_dir)
+    root = _root(trainer)
     found = sorted(root.glob("**/*.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise MisconfigurationException(
             f"no checkpoint under {root}: leave out --ckpt_path to start from the beginning."
         )
     return found[-1]
+
+
+def _root(trainer: L.Trainer) -> Path:
+    """Folder of all runs of this name."""
+    return Path(getattr(trainer.logger, "root_dir", None) or trainer.default_root_dir)
+
+
+def _has_checkpoint(trainer: L.Trainer) -> bool:
+    """Whether the run has written a checkpoint that :func:`last_checkpoint` finds."""
+    written = [Path(each.best_model_path) for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    return any(path.is_file() and _root(trainer).resolve() in path.resolve().parents for path in written)
 
 
 def expand_home(config: Any) -> None:

@@ -6,7 +6,11 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["Stop", "catch_stops"]
+__all__ = ["Resumable", "Stop", "catch_stops"]
+
+
+class Resumable(KeyboardInterrupt):
+    """A stop after which there is a better way to go on than to repeat the command; its message says which."""
 
 
 class Stop:
