@@ -8,7 +8,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from safemerge_pl.functional import SCORES
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.reports.stream import Report, markdown
+from safemerge_pl.reports.stream import Report
+from safemerge_pl.reports.tables import markdown
 from safemerge_pl.reports.thumbnail import thumbnail_figure
 
 __all__ = ["LAYOUT", "finish_board", "log_layout", "log_matrix"]

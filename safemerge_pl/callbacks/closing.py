@@ -10,7 +10,8 @@ from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.metrics import AccuracyMatrix
-from safemerge_pl.reports.stream import Report, console_table
+from safemerge_pl.reports.stream import Report
+from safemerge_pl.reports.tables import console_table
 from safemerge_pl.runtime.console import show
 
 __all__ = ["describe_stream", "last_row", "print_table"]

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
-from safemerge_pl.reports.stream import scores_table
+from safemerge_pl.reports.tables import scores_table
 from safemerge_pl.runtime.console import Tolerant, say, show
 from safemerge_pl.runtime.progress import FoldProgress
 from safemerge_pl.scoring.scorer import Scorer

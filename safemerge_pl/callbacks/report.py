@@ -17,7 +17,8 @@ from safemerge_pl.callbacks.closing import describe_stream
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.reports import stream as reports
+from safemerge_pl.reports.stream import Report, matrix_figure, stream_figure
+from safemerge_pl.reports.tables import markdown
 from safemerge_pl.runtime.configs import config_folder
 from safemerge_pl.runtime.environment import environment
 from safemerge_pl.runtime.files import local_path, write_figure, write_json, write_text
@@ -122,19 +123,19 @@ class StreamReport(L.Callback):
                 f"report, figures and TensorBoard events: {folder}" if events else f"report and figures: {folder}"
             )
 
-    def _finish(self, trainer: L.Trainer, content: reports.Report) -> Path:
+    def _finish(self, trainer: L.Trainer, content: Report) -> Path:
         """Write everything; call it on all ranks."""
         folder = run_folder(trainer, self.folder)
         if not trainer.is_global_zero:
             return folder
         write_json(folder / "report.json", content)
-        write_text(folder / "report.md", reports.markdown(content))
+        write_text(folder / "report.md", markdown(content))
         if self.figures:
-            write_figure(folder / "matrix.png", reports.matrix_figure(content))
-            write_figure(folder / "stream.png", reports.stream_figure(content))
+            write_figure(folder / "matrix.png", matrix_figure(content))
+            write_figure(folder / "stream.png", stream_figure(content))
         return folder
 
-    def content(self, trainer: L.Trainer) -> reports.Report:
+    def content(self, trainer: L.Trainer) -> Report:
         """The report so far."""
         merge = MergeCallback.of(trainer)
         assert merge is not None

@@ -1,11 +1,11 @@
-"""What a run leaves behind: tables, figures and machine-readable files, from plain rows.
+"""What a run leaves behind, as plain rows, and its figures.
 
 A *report* is a dictionary of plain values: ``tasks``, ``controls``, ``method``, ``references`` (name -> row) and
 ``steps`` (one row per merge). A row has ``ACC``, ``Gen``, ``H``, ``BWT`` where defined and ``accuracies`` by set, all
 shares in [0, 1].
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from safemerge_pl.functional import SCORES
@@ -14,90 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
-    from rich.table import Table
 
-__all__ = ["console_table", "draw_matrix", "markdown", "matrix_figure", "matrix_rows", "scores_table", "stream_figure"]
+__all__ = ["Report", "draw_matrix", "matrix_figure", "matrix_rows", "stream_figure"]
 
 Report = dict[str, Any]
 _BLUE, _RED, _GREEN, _GREY = "#2563eb", "#dc2626", "#059669", "#6b7280"
-
-
-def table_rows(report: Report) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of the closing table: pretrained, individual, the merge after its last task, and other methods."""
-    names = {"pretrained": "Pre-trained", "individual": "Individual"}
-    rows = [(names.get(key, key), row) for key, row in report["references"].items()]
-    if report["steps"]:
-        rows.append((report["method"]["name"], report["steps"][-1]))
-    rows += report.get("compared", {}).items()
-    return rows
-
-
-def console_table(report: Report) -> "Table":
-    """The closing table for the terminal; percent."""
-    from rich.table import Table
-
-    count = len(report["steps"])
-    title = f"{report['method']['name']}: {count} of {len(report['tasks'])} tasks merged (accuracy in %)"
-    table = Table(title=title, min_width=min(len(title), 80))
-    rows = table_rows(report)
-    table.add_column("", no_wrap=True)
-    for name, _ in rows:
-        table.add_column(name, justify="right", overflow="fold")
-    for column in SCORES:
-        table.add_row(column, *(_percent(row.get(column)) for _, row in rows), style="bold")
-    for kind in ("tasks", "controls"):
-        table.add_section()
-        for name in report[kind]:
-            table.add_row(name, *(_percent(row["accuracies"].get(name)) for _, row in rows))
-    return table
-
-
-def scores_table(scores: Mapping[str, float]) -> "Table":
-    """One evaluation for the terminal; percent.
-
-    Args:
-        scores: shares in [0, 1] by set, and ACC, Gen., H and BWT where defined.
-
-    Example:
-        >>> scores_table({"mnist": 0.5, "ACC": 0.5}).row_count
-        2
-    """
-    from rich.table import Table
-
-    table = Table("", "accuracy in %")
-    table.columns[1].justify = "right"
-    for name in (key for key in SCORES if key in scores):
-        table.add_row(name, _percent(scores[name]), style="bold")
-    table.add_section()
-    for name in (key for key in scores if key not in SCORES):
-        table.add_row(name, _percent(scores[name]))
-    return table
-
-
-def markdown(report: Report) -> str:
-    """The whole report as Markdown."""
-    rows = table_rows(report)
-    lines = [f"# {report['method']['name']} on {len(report['tasks'])} tasks", "", "Accuracy in percent.", ""]
-    lines += ["| | " + " | ".join(name for name, _ in rows) + " |", "|---|" + "---:|" * len(rows)]
-    for column in SCORES:
-        lines.append(f"| **{column}** | " + " | ".join(_percent(row.get(column)) for _, row in rows) + " |")
-    for name in (*report["tasks"], *report["controls"]):
-        lines.append(f"| {name} | " + " | ".join(_percent(row["accuracies"].get(name)) for _, row in rows) + " |")
-    bounded = any("scale" in step for step in report["steps"])
-    heads = ["own", *SCORES, "kept", *(["deployed"] if bounded else []), "fold s", "score s"]
-    lines += ["", "## After each merge", "", f"| # | task | {' | '.join(heads)} |"]
-    lines.append("|---:|---|" + "---:|" * len(heads))
-    for step in report["steps"]:
-        cells = [_percent(step["accuracies"].get(step["task"])), *(_percent(step.get(column)) for column in SCORES)]
-        cells += [_percent(step["kept_fraction"]), *([_percent(step.get("scale", 1.0))] if bounded else [])]
-        cells += [f"{step['fold_seconds']:.2f}", f"{step['score_seconds']:.1f}"]
-        lines.append(f"| {step['step']} | {step['task']} | " + " | ".join(cells) + " |")
-    lines += ["", "![accuracy matrix](matrix.png)", "", "![stream](stream.png)", "", "## How it was made", ""]
-    settings = ", ".join(f"{key}={value}" for key, value in report["method"]["settings"].items())
-    lines.append(f"- settings: {settings}")
-    lines += [f"- {key}: {report[key]}" for key in ("command", "seconds", "peak_memory_mib", "merged") if key in report]
-    lines.append("- " + ", ".join(f"{key} {value}" for key, value in report["environment"].items()))
-    return "\n".join(lines) + "\n"
 
 
 def matrix_rows(report: Report) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, dict[str, Any]]]]:
@@ -211,7 +132,3 @@ def _mark_others(axes: "Axes", report: Report, colour: str) -> None:
             fontsize=7,
             va="center",
         )
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"

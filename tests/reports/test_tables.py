@@ -1,0 +1,99 @@
+"""Tables of a run, on the terminal and in Markdown."""
+
+import io
+import re
+from typing import Any
+
+from rich.console import Console
+
+from safemerge_pl.reports.tables import console_table, markdown, table_rows
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def table(text: str, first: str) -> dict[str, list[str]]:
+    """Rows of the Markdown table whose header starts with ``first``, by their first cell."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(first))
+    found = {}
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        assert len(cells(line)) == len(cells(lines[start])), line
+        found[cells(line)[0]] = cells(line)[1:]
+    return found
+
+
+def test_the_closing_table_has_references_and_the_last_merge(report: dict[str, Any]) -> None:
+    assert [name for name, _ in table_rows(report)] == ["Pre-trained", "Individual", "SAFE-Merge"]
+    assert table_rows(report)[2][1] is report["steps"][1]
+    assert table_rows(report | {"steps": [], "references": {}}) == []
+
+
+def test_markdown_tables_hold_every_number_in_percent(report: dict[str, Any]) -> None:
+    text = markdown(report)
+    closing = table(text, "| | Pre-trained")
+    assert closing["**ACC**"] == ["20.0", "95.0", "75.0"]
+    assert closing["**Gen**"] == ["60.0", "10.0", "40.0"]
+    assert closing["**H**"] == ["30.0", "18.1", "52.2"]
+    assert closing["**BWT**"] == ["-", "-", "-20.0"]
+    assert closing["mnist"] == ["15.0", "97.0", "70.0"]
+    assert closing["flags"] == ["25.0", "93.0", "80.0"]
+    assert closing["probe"] == ["60.0", "10.0", "40.0"]
+    stream = table(text, "| # | task")
+    assert stream["1"] == ["mnist", "90.0", "90.0", "50.0", "64.3", "-", "50.0", "1.25", "3.5"]
+    assert stream["2"] == ["flags", "80.0", "75.0", "40.0", "52.2", "-20.0", "50.0", "1.25", "3.5"]
+    for part in (
+        "# SAFE-Merge on 2 tasks",
+        "keep_ratio=0.5, lr=0.001",
+        "- command: safemerge fit",
+        "torch 2.14",
+        "0a1b2c",
+    ):
+        assert part in text
+    assert not re.search(r"\bnan\b|None", text, re.IGNORECASE)
+
+
+def test_markdown_works_before_anything_was_merged(report: dict[str, Any]) -> None:
+    """A run that stopped at its first task, without references and controls."""
+    text = markdown(report | {"steps": [], "references": {}, "controls": []})
+    assert "# SAFE-Merge on 2 tasks" in text
+
+
+def test_a_set_that_was_not_scored_is_a_dash(report: dict[str, Any]) -> None:
+    del report["steps"][1]["accuracies"]["probe"], report["steps"][1]["Gen"], report["steps"][1]["H"]
+    closing = table(markdown(report), "| | Pre-trained")
+    assert closing["probe"][2] == closing["**Gen**"][2] == closing["**H**"][2] == "-"
+
+
+def test_the_console_table_shows_the_same_numbers(report: dict[str, Any]) -> None:
+    console = Console(width=100, file=io.StringIO())
+    console.print(console_table(report))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "SAFE-Merge: 2 of 2 tasks merged" in text
+    for name, values in (
+        ("ACC", "20.0 95.0 75.0"),
+        ("BWT", "- - -20.0"),
+        ("flags", "25.0 93.0 80.0"),
+        ("probe", "60.0 10.0 40.0"),
+    ):
+        line = next(line for line in text.splitlines() if f" {name} " in line)
+        assert re.sub(r"[^\d.\- ]", " ", line).split() == values.split()
+
+
+def test_other_methods_have_a_column(report: dict[str, Any]) -> None:
+    report["compared"] = {"Task Arithmetic": report["references"]["individual"]}
+    assert [name for name, _ in table_rows(report)][-1] == "Task Arithmetic"
+    assert table(markdown(report), "| | Pre-trained")["**Gen**"] == ["60.0", "10.0", "40.0", "10.0"]
+
+
+def test_what_is_deployed_has_a_column_where_a_bound_holds(report: dict[str, Any]) -> None:
+    assert "deployed" not in markdown(report)
+    report["steps"][-1] |= {"response": 0.07, "scale": 0.5}
+    lines = markdown(report).splitlines()
+    head = next(line for line in lines if line.startswith("| # |"))
+    assert "| kept | deployed | fold s |" in head
+    last = next(line for line in lines if line.startswith(f"| {len(report['steps'])} |"))
+    assert "| 50.0 | 50.0 |" in last
