@@ -1,11 +1,11 @@
-"""The groups that a model's tensors fall into, by their names: what a report adds up."""
+"""The groups that a model's tensors fall into, by their names, and what becomes of each: what a report adds up."""
 
 import re
 
 from safemerge_pl.architectures.embeddings import is_embedding
 from safemerge_pl.architectures.families import OUT_PROJECTIONS, block_of
 
-__all__ = ["FEED_IN", "GROUPS", "group_of", "is_head"]
+__all__ = ["FATES", "FEED_IN", "GROUPS", "group_of", "is_head"]
 
 GROUPS = (
     "attention in",
@@ -18,6 +18,9 @@ GROUPS = (
     "other",
 )
 """In the order of a model, more or less; every tensor is in one."""
+
+FATES = {"merged": "merged", "masked": "masked away", "recovered": "recovered", "pretrained": "left pretrained"}
+"""What becomes of a part of a task vector, and how it is called."""
 
 FEED_IN = "feed-forward in"
 """The group of the matrices that widen: a block's largest, which every family has."""

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import lightning as L
 
-from safemerge_pl.folding.fates import FATES, total
+from safemerge_pl.architectures.groups import FATES
+from safemerge_pl.folding.fates import total
 from safemerge_pl.folding.report import FoldReport
 
 __all__ = ["FOLD_SCALARS", "log_fold"]

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from safemerge_pl.architectures.groups import GROUPS, group_of
+from safemerge_pl.architectures.groups import FATES, GROUPS, group_of
 from safemerge_pl.folding.rounding import unrounded
 from safemerge_pl.runtime.cores import flat_parts, length_of
 
-__all__ = ["FATES", "GroupShares", "Taken", "add_up", "in_words", "left_energy", "total"]
-
-FATES = {"merged": "merged", "masked": "masked away", "recovered": "recovered", "pretrained": "left pretrained"}
-"""What becomes of a part of a task vector, and how it is called."""
+__all__ = ["GroupShares", "Taken", "add_up", "in_words", "left_energy", "total"]
 
 
 @dataclass(frozen=True)

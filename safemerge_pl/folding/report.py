@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from safemerge_pl.folding.fates import FATES, GroupShares, in_words, total
+from safemerge_pl.architectures.groups import FATES
+from safemerge_pl.folding.fates import GroupShares, in_words, total
 from safemerge_pl.folding.leading import share_inside
 from safemerge_pl.methods.base import Stack, StackResult
 from safemerge_pl.runtime.cores import distances

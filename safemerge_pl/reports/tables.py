@@ -1,8 +1,10 @@
 """Tables of a run, for the terminal and in Markdown."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from safemerge_pl.architectures.groups import FATES, GROUPS
 from safemerge_pl.functional import SCORES
 from safemerge_pl.reports.stream import Report
 
@@ -10,6 +12,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["console_table", "markdown", "scores_table", "table_rows"]
+
+Steps = Sequence[Mapping[str, Any]]
 
 
 def table_rows(report: Report) -> list[tuple[str, dict[str, Any]]]:
@@ -66,28 +70,83 @@ def scores_table(scores: Mapping[str, float]) -> "Table":
 
 def markdown(report: Report) -> str:
     """The whole report as Markdown."""
-    rows = table_rows(report)
+    rows, steps = table_rows(report), report["steps"]
     lines = [f"# {report['method']['name']} on {len(report['tasks'])} tasks", "", "Accuracy in percent.", ""]
-    lines += ["| | " + " | ".join(name for name, _ in rows) + " |", "|---|" + "---:|" * len(rows)]
-    for column in SCORES:
-        lines.append(f"| **{column}** | " + " | ".join(_percent(row.get(column)) for _, row in rows) + " |")
+    closing = [(f"**{column}**", *(_percent(row.get(column)) for _, row in rows)) for column in SCORES]
     for name in (*report["tasks"], *report["controls"]):
-        lines.append(f"| {name} | " + " | ".join(_percent(row["accuracies"].get(name)) for _, row in rows) + " |")
-    bounded = any("scale" in step for step in report["steps"])
-    heads = ["own", *SCORES, "kept", *(["deployed"] if bounded else []), "fold s", "score s"]
-    lines += ["", "## After each merge", "", f"| # | task | {' | '.join(heads)} |"]
-    lines.append("|---:|---|" + "---:|" * len(heads))
-    for step in report["steps"]:
-        cells = [_percent(step["accuracies"].get(step["task"])), *(_percent(step.get(column)) for column in SCORES)]
-        cells += [_percent(step["kept_fraction"]), *([_percent(step.get("scale", 1.0))] if bounded else [])]
-        cells += [f"{step['fold_seconds']:.2f}", f"{step['score_seconds']:.1f}"]
-        lines.append(f"| {step['step']} | {step['task']} | " + " | ".join(cells) + " |")
-    lines += ["", "![accuracy matrix](matrix.png)", "", "![stream](stream.png)", "", "## How it was made", ""]
+        closing.append((name, *(_percent(row["accuracies"].get(name)) for _, row in rows)))
+    lines += _table(["", *(name for name, _ in rows)], closing)
+    lines += ["", "## After each merge", "", *_after_each_merge(steps)]
+    notes = [f"- {step['task']}: {note}" for step in steps for note in step.get("notes", ())]
+    lines += ["", "## Notes", "", *notes] if notes else []
+    lines += ["", "![accuracy matrix](matrix.png)", "", "![stream](stream.png)", "", *_task_vectors(steps)]
     settings = ", ".join(f"{key}={value}" for key, value in report["method"]["settings"].items())
-    lines.append(f"- settings: {settings}")
+    lines += ["## How it was made", "", f"- settings: {settings}"]
     lines += [f"- {key}: {report[key]}" for key in ("command", "seconds", "peak_memory_mib", "merged") if key in report]
     lines.append("- " + ", ".join(f"{key} {value}" for key, value in report["environment"].items()))
     return "\n".join(lines) + "\n"
+
+
+def _after_each_merge(steps: Steps) -> list[str]:
+    """Scores, times, and what was kept, with a row per task."""
+    bounded = any("scale" in step for step in steps)
+    rows = []
+    for step in steps:
+        cells = [_percent(step["accuracies"].get(step["task"])), *(_percent(step.get(column)) for column in SCORES)]
+        cells += [_percent(step["kept_fraction"]), *([_percent(step.get("scale", 1.0))] if bounded else [])]
+        rows.append(
+            [f"{step['step']}", step["task"], *cells, f"{step['fold_seconds']:.2f}", f"{step['score_seconds']:.1f}"]
+        )
+    heads = ["own", *SCORES, "kept", *(["deployed"] if bounded else []), "fold s", "score s"]
+    return _table(["#", "task", *heads], rows, words=1)
+
+
+def _task_vectors(steps: Steps) -> list[str]:
+    """What became of the task vectors: a row per task, and a row per group of tensors; nothing where nobody knows."""
+    known = [step for step in steps if step.get("shares")]
+    if not known:
+        return []
+    looked_at = any("leading" in step for step in steps)
+    tasks = []
+    for step in steps:
+        whole = _added_up(step.get("shares", ()))
+        cells = [_share(whole[fate]) for fate in FATES] + ([_percent(step.get("leading"))] if looked_at else [])
+        tasks.append([f"{step['step']}", step["task"], *cells])
+    groups = []
+    for group in GROUPS:
+        found = _added_up([part for step in known for part in step["shares"] if part["group"] == group])
+        if any(found.values()):
+            groups.append([group, *(_share(value / len(known)) for value in (*found.values(), sum(found.values())))])
+    also = " The last column is how much of the change lies in the pretrained model's leading directions."
+    return [
+        "## What became of the task vectors",
+        "",
+        "Shares of each task vector's squared length, in percent. Recovered is what the method's correction makes up "
+        f"for; left pretrained is what lies in tensors that the method does not merge.{also if looked_at else ''}",
+        "",
+        *_table(["#", "task", *FATES.values(), *(["leading directions"] if looked_at else [])], tasks, words=1),
+        "",
+        "By group of tensors, as a mean over the tasks:",
+        "",
+        *_table(["", *FATES.values(), "all"], groups),
+        "",
+    ]
+
+
+def _added_up(shares: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The shares of several groups together, by fate."""
+    parts = list(shares)
+    return {fate: math.fsum(part[fate] for part in parts) for fate in FATES}
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: int = 0) -> list[str]:
+    """A table in Markdown, of numbers but for the column ``words``."""
+    lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (heads, *rows)]
+    return [lines[0], "|" + "".join("---|" if n == words else "---:|" for n in range(len(heads))), *lines[1:]]
+
+
+def _share(value: float) -> str:
+    return _percent(value or None)
 
 
 def _percent(value: float | None) -> str:

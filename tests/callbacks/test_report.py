@@ -14,6 +14,7 @@ from loops import TASKS, Classifier, Tasks, accuracies, batches, live
 from small import RANKS
 
 from safemerge_pl.callbacks import ReferenceRows, StreamReport
+from safemerge_pl.folding.fates import total
 from safemerge_pl.module import ContinualMergeModule
 
 Make = Callable[..., Any]
@@ -44,6 +45,8 @@ def test_tensorboard_shows_the_stream(
     assert {"report.json", "report.md", "matrix.png", "stream.png"} <= {path.name for path in folder.iterdir()}
     text = (folder / "report.md").read_text()
     assert "| **ACC** |" in text
+    assert "| # | task | merged | masked away | recovered | left pretrained | leading directions |" in text
+    assert f"| 2 | weather | {100 * total(merge.reports[1].shares).merged:.1f} |" in text
     assert "NaN" not in (folder / "report.json").read_text()
 
 

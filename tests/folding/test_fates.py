@@ -8,7 +8,8 @@ import pytest
 import torch
 from tiny import Add, tower, tuned
 
-from safemerge_pl.folding.fates import FATES, GroupShares, Taken, add_up, in_words, total
+from safemerge_pl.architectures.groups import FATES
+from safemerge_pl.folding.fates import GroupShares, Taken, add_up, in_words, total
 from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.maths.linalg import right_singular_basis
 from safemerge_pl.merger import ContinualMerger

@@ -97,3 +97,41 @@ def test_what_is_deployed_has_a_column_where_a_bound_holds(report: dict[str, Any
     assert "| kept | deployed | fold s |" in head
     last = next(line for line in lines if line.startswith(f"| {len(report['steps'])} |"))
     assert "| 50.0 | 50.0 |" in last
+
+
+def share(group: str, merged: float = 0.0, masked: float = 0.0, recovered: float = 0.0, left: float = 0.0) -> Any:
+    return {"group": group, "merged": merged, "masked": masked, "recovered": recovered, "pretrained": left}
+
+
+def test_what_became_of_the_task_vectors_by_task_and_by_group(report: dict[str, Any]) -> None:
+    """Of a task all groups together; of a group the mean over those tasks of which it is known."""
+
+    def rows(first: str) -> list[list[str]]:
+        return [[name, *cells] for name, cells in table(markdown(report), first).items()][2:]
+
+    assert "What became" not in markdown(report)
+    first, second = report["steps"]
+    first |= {"shares": [share("feed-forward in", 0.3, 0.4, 0.1), share("head", left=0.2)], "leading": 0.43}
+    second |= {"shares": [share("attention in", 0.24, 0.12), share("feed-forward in", 0.5, 0.14)]}
+    assert "leading directions |" in markdown(report)
+    assert rows("| # | task | merged") == [
+        ["1", "mnist", "30.0", "40.0", "10.0", "20.0", "43.0"],
+        ["2", "flags", "74.0", "26.0", "-", "-", "-"],
+    ]
+    assert rows("| | merged | masked away | recovered | left pretrained | all |") == [
+        ["attention in", "12.0", "6.0", "-", "-", "18.0"],
+        ["feed-forward in", "40.0", "27.0", "5.0", "-", "72.0"],
+        ["head", "-", "-", "-", "10.0", "10.0"],
+    ]
+    del first["leading"], second["shares"]
+    assert "leading directions" not in markdown(report)
+    assert rows("| # | task | merged")[1] == ["2", "flags", "-", "-", "-", "-"]
+    assert rows("| | merged | masked")[-1] == ["head", "-", "-", "-", "20.0", "20.0"]
+
+
+def test_the_notes_of_a_fold_stand_below_its_scores(report: dict[str, Any]) -> None:
+    assert "Notes" not in markdown(report)
+    report["steps"][0]["notes"] = []
+    report["steps"][1]["notes"] = ["its head was trained", "it was folded before"]
+    section = markdown(report).split("## Notes")[1].split("![")[0]
+    assert section.split("\n") == ["", "", "- flags: its head was trained", "- flags: it was folded before", "", ""]
