@@ -25,7 +25,9 @@ _FIND = """
 (function find(node, text, found) {
   for (const inner of [...(node.shadowRoot ? [node.shadowRoot] : []), ...node.childNodes]) {
     if (inner.nodeType === 3 && inner.textContent.trim() === text) {
-      const box = node.getBoundingClientRect();
+      const range = document.createRange();
+      range.selectNodeContents(inner);
+      const box = range.getBoundingClientRect();
       if (box.width) found.push({left: box.left, right: box.right, top: box.top, bottom: box.bottom});
     }
     find(inner, text, found);
@@ -99,7 +101,7 @@ class Page:
         raise AssertionError(f"{address} never showed {missing}, but: {text[:2000]}")
 
     async def find(self, text: str) -> list[dict[str, float]]:
-        """Where on the page a text stands, in pixels from the window's corner, from left to right."""
+        """Where on the page the letters of a text stand, in pixels from the window's corner, from left to right."""
         found: list[dict[str, float]] = await self.run(_FIND.replace("TEXT", repr(text)))
         return sorted(found, key=lambda box: box["left"])
 

@@ -62,8 +62,8 @@ def finish_board(trainer: L.Trainer, method: MergeMethod, report: Report) -> Non
     """
     steps = report["steps"]
     text = "\n".join(line for line in markdown(report).splitlines() if not line.startswith("!["))  # no files there
-    # TensorBoard shows up to five columns before the first score: two leave room for the scores
-    hparams = {"method": report["method"]["name"], "settings": _settings(method, report)}
+    # a column is 160 pixels wide at least: in a window of 1,280 there is room for one before the four scores
+    hparams = {"method": f"{report['method']['name']}: {_settings(method, report)}"}
     scores = {f"hp/{key}": steps[-1][key] for key in SCORES if key in steps[-1]}
     for board in _boards(trainer):
         board.experiment.add_text("report", text, global_step=len(steps))

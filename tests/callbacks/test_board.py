@@ -123,12 +123,11 @@ def hparams(events: EventAccumulator) -> tuple[dict[str, str], list[str]]:
     )
 
 
-def test_hparams_have_the_four_scores_and_few_columns_before_them(events: EventAccumulator) -> None:
+def test_hparams_have_the_four_scores_and_one_column_before_them(events: EventAccumulator) -> None:
     settings, scores = hparams(events)
     assert scores == ["hp/ACC", "hp/Gen", "hp/H", "hp/BWT"]
-    assert settings["method"] == "SAFE-Merge, bound 0.035"
-    assert settings["settings"] == "scoring_rank=21, recovery_rank=11, task_rank=2, num_steps=5, order 42, 2 tasks"
-    assert len(settings) == 2
+    own = "scoring_rank=21, recovery_rank=11, task_rank=2, num_steps=5, order 42, 2 tasks"
+    assert settings == {"method": f"SAFE-Merge, bound 0.035: {own}"}
     assert points(events, "hp/BWT").popitem()[1] == pytest.approx(points(events, "stream/BWT")[2])
 
 
@@ -168,17 +167,18 @@ def address(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to look at TensorBoard with")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_a_browser_shows_it(address: str) -> None:
+def test_a_browser_shows_it(address: str, events: EventAccumulator) -> None:
     """Charts with all of their curves, the report as a table, the matrix, and the four scores inside of the window."""
 
     async def look() -> None:
-        async with Page((1536, 900)) as page:
+        async with Page((1280, 900)) as page:
             await page.open(f"{address}#custom_scalars", "ACC, Gen and H", "all tasks", "control sets", "Matches (3)")
             await page.open(f"{address}#text", "SAFE-Merge, bound 0.035 on 2 tasks", "After each merge", TASKS[0])
             await page.open(f"{address}#images", "stream/matrix", "step 2")
-            text = await page.open(f"{address}#hparams", "hp/BWT", "SAFE-Merge, bound 0.035", "settings")
+            scores = {tag: f"{points(events, tag).popitem()[1]:#.5g}" for tag in hparams(events)[1]}
+            text = await page.open(f"{address}#hparams", "SAFE-Merge, bound 0.035", *scores, *scores.values())
             assert "No hparams data was found" not in text
-            shown = await page.find("hp/BWT")
-            assert shown[-1]["right"] <= 1536, shown  # the last column's head
+            for shown in [await page.find(word) for pair in scores.items() for word in pair]:
+                assert shown[-1]["right"] <= 1280, shown  # the column's head, and below it the score
 
     asyncio.run(look())
