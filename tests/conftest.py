@@ -17,7 +17,7 @@ from small import CONTROLS, RANKS, TASKS, SmallZoo
 from safemerge_pl.callbacks import SAFEMergeCallback
 from safemerge_pl.module import ContinualMergeModule
 
-collect_ignore = ["killed.py", "together.py"]  # programs that tests start, no modules
+collect_ignore = ["killed.py", "together.py", "warm.py"]  # programs that tests start, no modules
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import python
 
 from safemerge_pl.cli import main
 
@@ -145,7 +146,7 @@ def test_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, options in (("python", ""), ("safemerge", "-m safemerge_pl ")):
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {options}"$@"\n')
+        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.join(python())} {options}"$@"\n')
         (programs / name).chmod(0o755)
     env = os.environ | {
         "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
@@ -157,7 +158,7 @@ def test_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     run = subprocess.run(
-        [sys.executable, "-c", _RUN, json.dumps(blocks)],
+        [*python(), "-c", _RUN, json.dumps(blocks)],
         cwd=folder,
         env=env,
         capture_output=True,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LOOPS = ["continual_finetune", "plain_loop", "timm_heads"]
@@ -17,7 +18,7 @@ LOOPS = ["continual_finetune", "plain_loop", "timm_heads"]
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_example_runs(name: str, tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick"]
+    command = [*python(), str(EXAMPLES / f"{name}.py"), "--quick"]
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     titles = [line for line in run.stdout.splitlines() if line.endswith("(accuracy in %)")]

@@ -1,12 +1,11 @@
 """``study``: every study that comes along is read whole, and a mistyped one is refused."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from command_line import environment, safemerge
+from command_line import environment, python, safemerge
 
 from safemerge_pl.runtime.configs import config_folder
 
@@ -25,7 +24,7 @@ def test_every_study_is_read_whole(name: str) -> None:
         "Study.run = lambda self: print(len(self.cells()), [f.file for f in self.figures]);"
         f"main(['study', '--config', '{name}'])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
+    run = subprocess.run([*python(), "-c", code], capture_output=True, text=True, env=environment(), check=False)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split()[0]) >= 4
 
