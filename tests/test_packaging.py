@@ -3,9 +3,12 @@
 import ast
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,20 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([*PIP, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(folder), "-q"], check=True)
+    (made,) = folder.glob("*.whl")
+    return made
 
 
 @pytest.mark.slow
-def test_wheel_is_complete_and_runs(tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    build = [*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "-q"]
-    made = subprocess.run(build, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+def test_the_wheel_is_complete(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     in_tree = {
         str(path.relative_to(ROOT))
@@ -34,26 +42,66 @@ def test_wheel_is_complete_and_runs(tmp_path: Path) -> None:
     assert any(name.endswith("licenses/NOTICE") for name in names)
     for text in (ROOT / "LICENSES").iterdir():
         assert any(name.endswith(f"licenses/LICENSES/{text.name}") for name in names)
-    target = tmp_path / "site"
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", str(target), str(wheel)], check=True)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a fresh environment that has the wheel, and this one's libraries but not its package."""
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder, with_pip=False)
+    programs = folder / ("Scripts" if os.name == "nt" else "bin")
+    subprocess.run([*PIP, "--python", str(programs / "python"), "install", "-q", "--no-deps", str(wheel)], check=True)
+    ask = [str(programs / "python"), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
+    # what such a file names comes last on the path, and .pth files in there, an editable install's say, are not read
+    (site / "libraries.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    return programs
+
+
+def _run_in(folder: Path, *command: str | Path) -> str:
+    """What a program prints; it sees nothing of the checkout."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run([*map(str, command)], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_checks_and_folds(installed: Path, tmp_path: Path) -> None:
     code = (
-        "import sys, safemerge_pl; from safemerge_pl.cli import main;"
-        f"assert safemerge_pl.__file__.startswith({str(target)!r}), safemerge_pl.__file__;"
+        "import safemerge_pl; from safemerge_pl.cli import main; print(safemerge_pl.__file__);"
         "main(['check', '--config', 'quickstart.yaml']); from safemerge_pl.zoo import FILES;"
         "places = ['--pretrained', str(FILES / 'model'), '--incoming', str(FILES / 'experts' / 'mnist')];"
         "main(['fold', *places, '--output', 'out', '--method', 'TaskArithmetic'])"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(target)!r}); {code}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "no problem found" in run.stdout
-    assert "folded 'mnist' as task 1" in run.stdout
+    printed = _run_in(tmp_path, installed / "python", "-c", code)
+    assert Path(printed.splitlines()[0]).is_relative_to(installed.parent)
+    assert "no problem found" in printed
+    assert "folded 'mnist' as task 1" in printed
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_the_quickstart(installed: Path, tmp_path: Path) -> None:
+    """As a user starts it, on few images and with few rows: what it prints, and what it leaves in its own folder."""
+    less = {
+        "data.init_args.tasks": "[weather,clipart_category]",
+        "data.init_args.controls": "[probe3_clipart_photos]",
+        "references.individual": "false",
+        "compare.methods": '[{"method": {"class_path": "TaskArithmetic", "init_args": {"scaling": 0.3}}}]',
+        "trainer.limit_val_batches": "1",
+    }
+    options = [part for name, value in less.items() for part in (f"--{name}", value)]
+    printed = _run_in(tmp_path, installed / "safemerge", "fit", "--config", "quickstart.yaml", *options)
+    for said in ("pretrained", "1/2 weather", "2/2 clipart_category", "Pre-trained", "Task Arithmetic", "BWT"):
+        assert said in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    folder = tmp_path / "runs" / "quickstart" / "version_0"
+    assert {"config.yaml", "report.md", "matrix.png", "stream.png", "checkpoints"} <= {*os.listdir(folder)}
+    report = json.loads((folder / "report.json").read_text())
+    assert [step["task"] for step in report["steps"]] == ["weather", "clipart_category"]
+    merged = {"config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json", "README.md"}
+    assert merged <= {*os.listdir(folder / "merged")}
 
 
 def test_one_version() -> None:
