@@ -12,7 +12,7 @@ from safemerge_pl.methods import MergeMethod
 from safemerge_pl.metrics import AccuracyMatrix
 from safemerge_pl.reports.stream import Report
 from safemerge_pl.reports.tables import console_table
-from safemerge_pl.runtime.console import show
+from safemerge_pl.runtime.console import console_width, show
 
 __all__ = ["describe_stream", "last_row", "print_table"]
 
@@ -84,4 +84,4 @@ def print_table(stream: Report, row: dict[str, Any], merged: int) -> None:
         row: after the last merge.
         merged: number of tasks merged.
     """
-    show(console_table({**stream, "steps": [{}] * (merged - 1) + [row]}))
+    show(console_table({**stream, "steps": [{}] * (merged - 1) + [row]}, console_width()))

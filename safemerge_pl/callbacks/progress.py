@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
 from safemerge_pl.reports.tables import scores_table
-from safemerge_pl.runtime.console import Tolerant, say, show
+from safemerge_pl.runtime.console import Tolerant, fit_line, say, show
 from safemerge_pl.runtime.progress import FoldProgress
 from safemerge_pl.scoring.scorer import Scorer
 
@@ -40,13 +40,14 @@ class StreamProgress(ProgressBar):
         self._enabled = True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar, in several where a terminal is not wide enough for it."""
         if not self._enabled:
             return
+        line = fit_line(" ".join(map(str, args)))
         if self._live is not None:
-            self._live.console.print(*args, highlight=False, markup=False, soft_wrap=True)
+            self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
-            say(*args)
+            say(line)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say what is coming."""
@@ -79,11 +80,12 @@ class StreamProgress(ProgressBar):
             self._print_scores(scores)
         elif merge is not None and merge.live is None and merge.tasks:
             report = merge.reports[-1]
-            own = f"acc {100 * scores[report.task]:5.1f}   " if report.task in scores else ""
+            own = f"acc {100 * scores[report.task]:5.1f}  " if report.task in scores else ""
             stream = "  ".join(f"{key} {100 * scores[key]:.1f}" for key in SCORES if key in scores)
             width = max(len(task) for task in merge.sources)
-            seconds = f"fold {report.seconds:.1f} s, score {time.perf_counter() - self._start:.1f} s"
-            self.print(f"{report.index:>3}/{len(merge.sources)} {report.task:<{width}}  {own}{stream}   ({seconds})")
+            seconds = f"(fold {_seconds(report.seconds)}, score {_seconds(time.perf_counter() - self._start)})"
+            seconds = seconds.replace(" ", "\xa0")  # it stands in one line
+            self.print(f"{report.index:>3}/{len(merge.sources)} {report.task:<{width}}  {own}{stream}  {seconds}")
             for note in report.notes:
                 self.print(f"      note: {note}")
 
@@ -153,6 +155,10 @@ class StreamProgress(ProgressBar):
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.1f} s" if time < 10 else f"{time:.0f} s"
 
 
 def show_scoring(trainer: L.Trainer, scorer: Scorer, sets: Sequence[str], what: str) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """Tables of a run, for the terminal and in Markdown."""
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from safemerge_pl.functional import SCORES
 from safemerge_pl.reports.stream import Report
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 __all__ = ["console_table", "markdown", "scores_table", "table_rows"]
@@ -26,23 +28,65 @@ def table_rows(report: Report) -> list[tuple[str, dict[str, Any]]]:
     return rows
 
 
-def console_table(report: Report) -> "Table":
-    """The closing table for the terminal; percent."""
-    from rich.table import Table
+def console_table(report: Report, width: int) -> "Group":
+    """The closing table for the terminal; percent.
 
-    count = len(report["steps"])
-    title = f"{report['method']['name']}: {count} of {len(report['tasks'])} tasks merged (accuracy in %)"
-    table = Table(title=title, min_width=min(len(title), 80))
+    Headings are broken between words and after hyphens where that is needed, and never within a word: columns for which
+    there is no room beside the others stand in a further table.
+
+    Args:
+        report: see :mod:`safemerge_pl.reports.stream`.
+        width: of the console, in characters.
+    """
+    from rich.cells import cell_len
+    from rich.console import Group
+    from rich.text import Text
+
     rows = table_rows(report)
-    table.add_column("", no_wrap=True)
-    for name, _ in rows:
-        table.add_column(name, justify="right", overflow="fold")
-    for column in SCORES:
-        table.add_row(column, *(_percent(row.get(column)) for _, row in rows), style="bold")
+    longest = max(cell_len(name) for name in (*SCORES, *report["tasks"], *report["controls"]))
+    first = min(longest, width // 2)
+    for count in range(1, len(rows) + 1):
+        size = math.ceil(len(rows) / count)
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        heads = [_headings([name for name, _ in part], width - first) for part in parts]
+        if all(heads):
+            break
+    done = f"{len(report['steps'])} of {len(report['tasks'])} tasks merged (accuracy in %)"
+    tables = [_columns(report, part, lines, first) for part, lines in zip(parts, heads, strict=True)]
+    return Group(
+        Text(f"{report['method']['name']}: {done}", style="italic"),
+        tables[0],
+        *(each for table in tables[1:] for each in ("", table)),
+    )
+
+
+def _headings(names: Sequence[str], room: int) -> list[str]:
+    """Headings in lines so short that all columns fit; none where a word would have to be cut."""
+    from rich.cells import cell_len
+
+    for longest in range(max(map(len, names)), 0, -1):
+        heads = [textwrap.wrap(name, longest, break_long_words=False) for name in names]
+        widths = [max(map(cell_len, ["-100.0", *lines])) for lines in heads]
+        if sum(widths) + len(" | ") * len(names) <= room:
+            return ["\n".join(lines) for lines in heads]
+    return []
+
+
+def _columns(report: Report, part: Sequence[tuple[str, Mapping[str, Any]]], heads: list[str], first: int) -> "Table":
+    """A table with a column per row of the report, after one of ``first`` characters for the scores and sets."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("", width=first, overflow="fold")
+    for head in heads or [name for name, _ in part]:
+        table.add_column(Text(head), justify="right", overflow="fold")
+    for score in SCORES:
+        table.add_row(score, *(_percent(row.get(score)) for _, row in part), style="bold")
     for kind in ("tasks", "controls"):
         table.add_section()
         for name in report[kind]:
-            table.add_row(name, *(_percent(row["accuracies"].get(name)) for _, row in rows))
+            table.add_row(Text(name), *(_percent(row["accuracies"].get(name)) for _, row in part))
     return table
 
 
@@ -57,6 +101,7 @@ def scores_table(scores: Mapping[str, float]) -> "Table":
         2
     """
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("", "accuracy in %")
     table.columns[1].justify = "right"
@@ -64,7 +109,7 @@ def scores_table(scores: Mapping[str, float]) -> "Table":
         table.add_row(name, _percent(scores[name]), style="bold")
     table.add_section()
     for name in (key for key in scores if key not in SCORES):
-        table.add_row(name, _percent(scores[name]))
+        table.add_row(Text(name), _percent(scores[name]))
     return table
 
 

@@ -2,11 +2,23 @@
 
 import contextlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-__all__ = ["Tolerant", "be_quiet", "is_quiet", "say", "show", "tolerate_names"]
+__all__ = [
+    "Tolerant",
+    "be_quiet",
+    "console_width",
+    "fit_line",
+    "is_quiet",
+    "say",
+    "show",
+    "terminal_width",
+    "tolerate_names",
+]
 
 
 class Tolerant:
@@ -46,15 +58,42 @@ def say(*parts: object, error: bool = False) -> None:
         print(*parts, file=Tolerant(stream), flush=True)
 
 
+def console_width() -> int:
+    """Characters in a line of standard output; a log has no width of its own, so that nothing is cut there."""
+    return terminal_width() or 160
+
+
+def terminal_width() -> int | None:
+    """Characters in a line of the terminal, or what ``COLUMNS`` says; ``None`` for a log."""
+    if os.environ.get("COLUMNS", "").isdigit() or (sys.stdout is not None and sys.stdout.isatty()):
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def fit_line(text: str) -> str:
+    """A line as it is, or in several where it is longer than the terminal is wide.
+
+    It is broken between words, of which none is cut, so that a path stays whole. What follows is indented.
+
+    Args:
+        text: a no-break space keeps the words on both sides of it together; it is printed as a space.
+    """
+    width = terminal_width()
+    if width is not None and len(text) > width:
+        indent = " " * (len(text) - len(text.lstrip()) + 2)
+        text = textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return text.replace("\xa0", " ")
+
+
 def show(table: object) -> None:
-    """Print a table of rich on standard output; a log has no width of its own, so that no name is cut there.
+    """Print a table of rich on standard output.
 
     Args:
         table: anything that rich prints.
     """
     from rich.console import Console
 
-    Console(file=cast(TextIO, Tolerant(sys.stdout)), width=None if sys.stdout.isatty() else 160).print(table)
+    Console(file=cast(TextIO, Tolerant(sys.stdout)), width=console_width()).print(table)
 
 
 _QUIET = "SAFEMERGE_QUIET"

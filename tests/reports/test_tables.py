@@ -4,6 +4,7 @@ import io
 import re
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from safemerge_pl.reports.tables import console_table, markdown, table_rows
@@ -68,19 +69,60 @@ def test_a_set_that_was_not_scored_is_a_dash(report: dict[str, Any]) -> None:
     assert closing["probe"][2] == closing["**Gen**"][2] == closing["**H**"][2] == "-"
 
 
+def on_console(report: dict[str, Any], width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    console.print(console_table(report, width))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
+
+
 def test_the_console_table_shows_the_same_numbers(report: dict[str, Any]) -> None:
-    console = Console(width=100, file=io.StringIO())
-    console.print(console_table(report))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "SAFE-Merge: 2 of 2 tasks merged" in text
+    title, *lines = on_console(report, 100)
+    assert title.strip() == "SAFE-Merge: 2 of 2 tasks merged (accuracy in %)"
     for name, values in (
         ("ACC", "20.0 95.0 75.0"),
         ("BWT", "- - -20.0"),
         ("flags", "25.0 93.0 80.0"),
         ("probe", "60.0 10.0 40.0"),
     ):
-        line = next(line for line in text.splitlines() if f" {name} " in line)
-        assert re.sub(r"[^\d.\- ]", " ", line).split() == values.split()
+        line = next(line for line in lines if line.startswith(f"{name} "))
+        assert line.replace("│", " ").split() == [name, *values.split()]
+
+
+LABELS = ["SAFE-Merge, unbounded", "SAFE-Share, bound 0.035", "Task Arithmetic", "WUDI-Merging"]
+
+
+@pytest.mark.parametrize(("width", "tables"), [(60, 3), (80, 2), (100, 1), (120, 1), (160, 1)])
+def test_no_word_is_cut_at_any_width(report: dict[str, Any], width: int, tables: int) -> None:
+    """Columns that do not fit stand in a further table; headings are broken between words and at hyphens alone."""
+    report["method"]["name"] = "SAFE-Merge, bound 0.035"
+    report["tasks"] = ["mnist", "probe2_unseen_vendors"]
+    report["compared"] = {name: {"ACC": n / 10, "accuracies": {}} for n, name in enumerate(LABELS, 1)}
+    lines = on_console(report, width)
+    assert max(map(len, lines)) <= width
+    parts = [part.split("\n") for part in "\n".join(lines[1:]).split("\n\n")]
+    assert len(parts) == tables
+    heads, scores = list[str](), list[str]()
+    for part in parts:
+        rule = next(n for n, line in enumerate(part) if "╇" in line)
+        cells = [[cell.strip() for cell in line.split("┃")] for line in part[:rule]]
+        heads += [" ".join(filter(None, column)).replace("- ", "-") for column in list(zip(*cells, strict=True))[1:]]
+        scores += part[rule + 1].replace("│", " ").split()[1:]
+        assert "probe2_unseen_vendors" in "\n".join(part)
+    assert heads == ["Pre-trained", "Individual", "SAFE-Merge, bound 0.035", *LABELS]
+    assert scores == ["20.0", "95.0", "75.0", "10.0", "20.0", "30.0", "40.0"]
+
+
+def test_names_are_printed_as_they_are_and_in_parts_where_nothing_else_fits(report: dict[str, Any]) -> None:
+    method, task = "[a]_word_of_thirty_characters_", "task_[red]_of_thirty_characters"
+    report["compared"] = {method: {"accuracies": {}}}
+    report["tasks"] = [task]
+    wide, narrow = on_console(report, 120), on_console(report, 24)
+    assert wide[1].endswith(method)
+    assert any(line.startswith(f"{task} ") for line in wide)
+    assert max(map(len, narrow)) <= 24
+    columns = [re.split("[│┃]", line) for line in narrow]
+    assert task in "".join(cells[0].strip() for cells in columns)
+    assert method in "".join(cells[-1].strip() for cells in columns)
 
 
 def test_other_methods_have_a_column(report: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from terminals import Terminal, console, shown
 
 from safemerge_pl.callbacks.progress import StreamProgress
 from safemerge_pl.runtime import progress
-from safemerge_pl.runtime.console import Tolerant, say, tolerate_names
+from safemerge_pl.runtime.console import Tolerant, fit_line, say, terminal_width, tolerate_names
 from safemerge_pl.runtime.progress import FoldProgress
 
 NAME = "\u6a21\u578b"
@@ -70,3 +70,38 @@ def test_the_lines_of_a_stream_pass_on_any_console(kind: Any, monkeypatch: pytes
     bar._advance()
     bar._close()
     assert "1/2" in shown(out)
+
+
+LINE = "      note: only 34% of its change lies in the leading directions of /home/somebody/a/very/long/path/of/a/model"
+
+
+@pytest.mark.parametrize("kind", [io.TextIOWrapper, Terminal])
+@pytest.mark.parametrize("columns", [None, "40"])
+def test_a_long_line_is_broken_between_words_where_the_width_is_known(
+    kind: Any, columns: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log has no width of its own, so that it can be searched by lines."""
+    out, bar = console("utf-8", kind), StreamProgress()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    width = terminal_width()
+    assert width == (40 if columns else None if kind is io.TextIOWrapper else width)
+    bar.print(LINE)
+    *lines, path = shown(out).splitlines()
+    if width is None or width >= len(LINE):
+        assert (lines, path) == ([], LINE)
+        return
+    assert path.strip() == LINE.split()[-1]  # whole, though it is longer than a line
+    assert max(map(len, lines)) <= width
+    assert [len(line) - len(line.lstrip()) for line in (*lines, path)] == [6, *[8] * len(lines)]
+    assert " ".join("".join(shown(out)).split()) == LINE.strip()
+
+
+def test_what_belongs_together_stands_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    line = "  1/8 mnist  acc 50.0  (fold\xa01\xa0s,\xa0score\xa02\xa0s)"
+    assert fit_line(line) == "  1/8 mnist  acc 50.0\n    (fold 1 s, score 2 s)"
+    monkeypatch.setenv("COLUMNS", "80")
+    assert fit_line(line) == "  1/8 mnist  acc 50.0  (fold 1 s, score 2 s)"
