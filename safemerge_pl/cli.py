@@ -72,6 +72,11 @@ VERBS = {
         "safemerge_pl.commands.info:run", "FOLDER", "what was merged in a folder, and whether it still matches"
     ),
     "config": Verb("safemerge_pl.commands.config:run", "NAME > mine.yaml", "print a configuration that comes along"),
+    "completion": Verb(
+        "safemerge_pl.commands.completion:run",
+        "bash > FILE",
+        "print the script by which Tab completes all this in bash, zsh and fish",
+    ),
 }
 """Modules are imported when their verb is called, so that help does not wait for heavy libraries."""
 

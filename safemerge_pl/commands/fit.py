@@ -23,12 +23,19 @@ from safemerge_pl.runtime.console import is_quiet
 from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.stopping import Resumable
 
-__all__ = ["SafeMergeCLI", "build_cli", "last_checkpoint", "run"]
+__all__ = ["SafeMergeCLI", "build_cli", "last_checkpoint", "make_parsers", "run"]
 
 
 def run() -> None:
     """Do what the command line says; its first word is the verb."""
     build_cli()
+
+
+_DOES = {
+    "fit": "Merge a stream of models and score it after each.",
+    "validate": "Score a checkpoint of a stream.",
+    "test": "Score a checkpoint of a stream on the test loaders.",
+}
 
 
 class _Parser(Hints, LightningArgumentParser):
@@ -122,15 +129,39 @@ class _OnlyBuilt(SafeMergeCLI):
         """Leave it at that."""
 
 
+class _UnreadError(Exception):
+    """Holds the parsers of the verbs, which have not read anything."""
+
+
+class _OnlyParsers(SafeMergeCLI):
+    """Makes its parsers and stops there; LightningCLI makes and uses them in one go."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Give the parsers to who asked for them."""
+        raise _UnreadError(self._subcommand_parsers)
+
+
+def make_parsers() -> dict[str, LightningArgumentParser]:
+    """The parsers of ``fit``, ``validate`` and ``test``, by verb."""
+    try:
+        _build(_OnlyParsers)
+    except _UnreadError as unread:
+        parsers: dict[str, LightningArgumentParser] = unread.args[0]
+    return parsers
+
+
 def build_cli(*, run: bool = True) -> SafeMergeCLI:
     """Read the command line, whose first word is a verb.
 
     Args:
         run: do what the verb says; else only build module, data and trainer.
     """
+    return _build(SafeMergeCLI if run else _OnlyBuilt)
+
+
+def _build(kind: type[SafeMergeCLI]) -> SafeMergeCLI:
     silence_known_warnings()
     write_plain_values()
-    kind = SafeMergeCLI if run else _OnlyBuilt
     return kind(
         ContinualMergeModule,
         StreamDataModule,
@@ -139,6 +170,7 @@ def build_cli(*, run: bool = True) -> SafeMergeCLI:
         auto_configure_optimizers=False,
         parser_class=_Parser,
         save_config_kwargs={"overwrite": True},
+        parser_kwargs={verb: {"description": told} for verb, told in _DOES.items()},
         trainer_defaults={
             "log_every_n_steps": 1,
             "num_sanity_val_steps": 0,

@@ -36,7 +36,7 @@ from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.names import count_of, name_list
 from safemerge_pl.runtime.progress import FoldProgress
 
-__all__ = ["fold_once", "run"]
+__all__ = ["fold_once", "make_parser", "run"]
 
 _IN_MEMORY = 4 * 10**9
 """Bytes of a whole model in float32 up to which its merge is kept in memory."""
@@ -221,11 +221,17 @@ def run() -> None:
             _say_what_was_done(merger, options, time.perf_counter() - before)
 
 
-def _parse(processes: Processes) -> dict[str, Any]:
-    """The options of this command; help and errors are printed by the first process alone."""
+def make_parser() -> HintingParser:
+    """A parser of the options of this command."""
     parser = HintingParser(prog="safemerge fold", description="Fold one more model into the deployed one.")
     parser.add_argument("--config", "-c", action="config")
     parser.add_function_arguments(fold_once, skip={"progress", "processes"})
+    return parser
+
+
+def _parse(processes: Processes) -> dict[str, Any]:
+    """The options of this command; help and errors are printed by the first process alone."""
+    parser = make_parser()
     with ExitStack() as quiet:
         if processes.rank:
             nowhere = quiet.enter_context(open(os.devnull, "w"))

@@ -18,19 +18,24 @@ from safemerge_pl.output.saving import read_merge
 from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.names import count_of
 
-__all__ = ["describe_output", "run"]
+__all__ = ["describe_output", "make_parser", "run"]
 
 
 def run() -> None:
     """Describe the folders that are named; exits with 1 if one does not match its state."""
-    parser = HintingParser(prog="safemerge info", description="What was merged in a folder, and does it still match.")
-    parser.add_argument("--config", "-c", action="config")
-    parser.add_argument("folders", nargs="+", type=str, help="outputs of a merge")
-    found = [describe_output(local_path(folder)) for folder in parser.parse_args(sys.argv[2:]).folders]
+    found = [describe_output(local_path(folder)) for folder in make_parser().parse_args(sys.argv[2:]).folders]
     for lines, _ in found:
         print("\n".join(lines))
     if not all(whole for _, whole in found):
         sys.exit(1)
+
+
+def make_parser() -> HintingParser:
+    """A parser of the options of this command."""
+    parser = HintingParser(prog="safemerge info", description="What was merged in a folder, and does it still match.")
+    parser.add_argument("--config", "-c", action="config")
+    parser.add_argument("folders", nargs="+", type=str, help="outputs of a merge")
+    return parser
 
 
 def describe_output(folder: Path) -> tuple[list[str], bool]:
