@@ -85,14 +85,14 @@ def _of_classes(parser: ArgumentParser) -> Iterator[Option]:
     """Settings of the classes that options choose, one level down; further down there are thousands."""
     for action in parser._actions:
         for kind in _classes(action, parser):
-            with contextlib.suppress(Exception):  # a class of somebody that cannot be looked into
-                yield from _own(_class_parser(kind, action.dest))
+            yield from _own(_class_parser(kind, action.dest))
 
 
 @cache
 def _class_parser(kind: type, key: str) -> ArgumentParser:
     parser = ArgumentParser(add_help=False)
-    parser.add_class_arguments(kind, key, fail_untyped=False)
+    with contextlib.suppress(Exception):  # somebody's class that cannot be looked into has no options
+        parser.add_class_arguments(kind, key, fail_untyped=False)
     return parser
 
 
