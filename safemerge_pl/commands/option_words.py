@@ -1,6 +1,5 @@
 """What may stand on a command line: the options of a parser, and the words that each of them takes."""
 
-import contextlib
 import inspect
 import re
 from argparse import SUPPRESS, Action
@@ -84,15 +83,18 @@ def _shortened(told: str) -> str:
 def _of_classes(parser: ArgumentParser) -> Iterator[Option]:
     """Settings of the classes that options choose, one level down; further down there are thousands."""
     for action in parser._actions:
-        for kind in _classes(action, parser):
-            yield from _own(_class_parser(kind, action.dest))
+        if not action.dest.endswith(".help"):
+            for kind in _classes(action, parser):
+                yield from _own(_class_parser(kind, action.dest))
 
 
 @cache
 def _class_parser(kind: type, key: str) -> ArgumentParser:
     parser = ArgumentParser(add_help=False)
-    with contextlib.suppress(Exception):  # somebody's class that cannot be looked into has no options
+    try:
         parser.add_class_arguments(kind, key, fail_untyped=False)
+    except Exception:  # somebody's class that cannot be looked into has no options
+        return ArgumentParser(add_help=False)
     return parser
 
 

@@ -70,6 +70,8 @@ def offered(tmp_path: Path) -> Callable[[str], list[str]]:
         ("fit --merge.keep ", ["low", "high"]),
         ("fit --merge.max_response ", ["auto", "null"]),
         ("fit --data Zoo", ["ZooData"]),
+        ("fit --data.help", ["--data.help"]),
+        ("fit --trainer.callbacks.mon", ["--trainer.callbacks.monitor"]),
         ("fit --trainer.callbacks Ti", ["Timer"]),
         ("fit --print_config --seed", ["--seed_everything"]),
         ("fit --config ", [*STREAMS, "mine.yaml"]),
