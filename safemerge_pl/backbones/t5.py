@@ -93,7 +93,6 @@ class T5Backbone(Backbone):
             raise CheckpointError(f"{folder} lacks {len(missing)} tensors of a T5 model, first `{missing[0]}`.")
         config = model.config
         model.generation_config = GenerationConfig(
-            max_length=self.max_length,
             decoder_start_token_id=config.decoder_start_token_id,
             eos_token_id=config.eos_token_id,
             pad_token_id=config.pad_token_id,
@@ -120,7 +119,8 @@ class T5Backbone(Backbone):
         half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         if half or weight.dtype == torch.float16:
             raise MisconfigurationException("T5 overflows in float16; use precision '32-true' or 'bf16-mixed'.")
-        found = self.model.generate(**inputs, return_dict_in_generate=True, output_logits=True)
+        length = self.max_length  # an argument: from the configuration transformers 5.0 takes it for new tokens alone
+        found = self.model.generate(**inputs, max_length=length, return_dict_in_generate=True, output_logits=True)
         if not torch.isfinite(torch.stack(found.logits)).all():
             raise FloatingPointError("the logits hold NaN or Inf: a weight is broken.")
         tokens: Tensor = found.sequences

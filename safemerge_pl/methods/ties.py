@@ -180,5 +180,5 @@ def elect_and_sum(trimmed: Tensor, majority: float | Tensor) -> Tensor:
 
 def _trim(vector: Tensor, threshold: float) -> Tensor:
     """Keep entries from the threshold on; ``hardshrink`` takes a fraction of the time of ``where``, but is strict."""
-    below = np.nextafter(np.asarray(threshold, _FLOATS[vector.dtype]), -1)
-    return functional.hardshrink(vector, float(below))
+    limit, down = np.array([threshold, -1.0], _FLOATS[vector.dtype])  # with a plain -1 NumPy 1 goes over to float64
+    return functional.hardshrink(vector, float(np.nextafter(limit, down)))
