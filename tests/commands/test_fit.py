@@ -14,6 +14,8 @@ from command_line import QUICK, environment, safemerge
 
 from safemerge_pl.runtime.configs import config_folder
 
+Run = subprocess.CompletedProcess[str]
+
 NAMES = sorted(path.name for path in config_folder().glob("*.yaml"))
 
 
@@ -43,35 +45,41 @@ def test_every_config_parses_and_passes_the_check(name: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """What a run of two tasks printed, and where."""
+    place = tmp_path_factory.mktemp("first")
+    run = safemerge("fit", "--config", "tiny.yaml", *QUICK, cwd=place)
+    assert run.returncode == 0, run.stderr
+    return run, place
+
+
 @pytest.mark.slow
-def test_a_run_leaves_everything_and_its_saved_config_repeats_it(tmp_path: Path) -> None:
+def test_a_run_leaves_everything_and_its_saved_config_repeats_it(whole: tuple[Run, Path]) -> None:
     """Same hash from the saved configuration; no carriage return in a log; the folder's content."""
-    first = safemerge("fit", "--config", "tiny.yaml", *QUICK, cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
+    first, place = whole
     assert "\r" not in first.stdout
     assert "Traceback" not in first.stderr
-    folder = tmp_path / "runs" / "tiny" / "version_0"
+    folder = place / "runs" / "tiny" / "version_0"
     names = {path.name for path in folder.iterdir()}
     assert {"config.yaml", "report.json", "report.md", "matrix.png", "stream.png", "merged", "checkpoints"} <= names
     lines = [line for line in first.stdout.splitlines() if "/2 " in line]
     assert len(lines) == 2
     assert "weather" in lines[1]
     assert "BWT" in lines[1]
-    again = safemerge("fit", "--config", str(folder / "config.yaml"), cwd=tmp_path)
+    again = safemerge("fit", "--config", str(folder / "config.yaml"), cwd=place)
     assert again.returncode == 0, again.stderr
-    assert report(folder)["merged"] == report(tmp_path / "runs" / "tiny" / "version_1")["merged"]
+    assert report(folder)["merged"] == report(place / "runs" / "tiny" / "version_1")["merged"]
     checkpoint = folder / "checkpoints" / "epoch=01.ckpt"
-    scored = safemerge("validate", "--config", "tiny.yaml", *QUICK, "--ckpt_path", str(checkpoint), cwd=tmp_path)
+    scored = safemerge("validate", "--config", "tiny.yaml", *QUICK, "--ckpt_path", str(checkpoint), cwd=place)
     assert scored.returncode == 0, scored.stderr
     final = report(folder)["steps"][-1]
     assert f"{100 * final['H']:.1f}" in scored.stdout
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_killed_run_resumes_to_the_same_bits(whole: tuple[Run, Path], tmp_path: Path) -> None:
     """SIGKILL as soon as the first checkpoint is there; --ckpt_path last goes on."""
-    whole = safemerge("fit", "--config", "tiny.yaml", *QUICK, cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
     killed = tmp_path / "killed"
     killed.mkdir()
     command = [sys.executable, "-m", "safemerge_pl", "fit", "--config", "tiny.yaml", *QUICK]
@@ -89,7 +97,7 @@ def test_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     resumed = safemerge("fit", "--config", "tiny.yaml", *QUICK, "--ckpt_path", "last", cwd=killed)
     assert resumed.returncode == 0, resumed.stderr
     assert "1 of them merged before" in resumed.stdout
-    one, two = report(tmp_path / "runs/tiny/version_0"), report(killed / "runs/tiny/version_1")
+    one, two = report(whole[1] / "runs/tiny/version_0"), report(killed / "runs/tiny/version_1")
     assert one["merged"] == two["merged"]
     assert [step["accuracies"] for step in one["steps"]] == [step["accuracies"] for step in two["steps"]]
 
