@@ -20,7 +20,7 @@ def loading_info(kind: Any, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 def clip_folder(path: Path, kind: str = "clip") -> Path:
     """A folder as transformers writes it, float16, with a tokenizer's file beside."""
-    model = (tiny.hf_clip() if kind == "clip" else tiny.hf_vision()).half()
+    model = (tiny.hf_clip() if kind == "clip" else tiny.hf_vision_model()).half()
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text('{"made": "up"}')
     return path

@@ -116,7 +116,7 @@ def test_tied_tensors_are_saved_merged_under_all_their_names(build: Any, tmp_pat
 def test_a_saved_transformers_model_loads(tmp_path: Path) -> None:
     from transformers import CLIPVisionModel
 
-    module = tiny.hf_vision()
+    module = tiny.hf_vision_model()
     merger = LiveMerger(module, tiny.fast_method())
     train(module, 1)
     merger.fold_trained("a")

@@ -184,11 +184,21 @@ def refuse_to_read(monkeypatch: Any) -> None:
     watch_files(monkeypatch, lambda path: None, refuse)
 
 
-def hf_vision() -> nn.Module:
+def hf_vision_model() -> nn.Module:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
     with seeded():
         return CLIPVisionModel(CLIPVisionConfig(**VISION, image_size=8, patch_size=4)).eval()
+
+
+def hf_vision() -> nn.Module:
+    return tower_of(hf_vision_model())
+
+
+def tower_of(model: nn.Module) -> nn.Module:
+    """The vision tower in a ``CLIPModel`` or ``CLIPVisionModel``; the latter is the tower from transformers 5.6 on."""
+    tower: nn.Module = getattr(model, "vision_model", model)
+    return tower
 
 
 def hf_clip() -> nn.Module:

@@ -1,12 +1,13 @@
 """Tiny models of some thirty families, saved by their own libraries, and what of a block is merged in each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
-from safetensors import safe_open
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -31,12 +32,11 @@ PLAIN, GATED = QKVO | {"up"}, QKVO | {"up", "gate"}
 CROSS = {f"cross.{part}" for part in QKVO}
 
 
-def hf(name: str, **config: Any) -> Callable[[], nn.Module]:
-    """A model of a transformers class, with random weights."""
+def hf(name: str, *, since: str = "5.0", **config: Any) -> Callable[[], nn.Module]:
+    """A model of a transformers class, with random weights; older transformers than ``since`` have no such class."""
 
     def build() -> nn.Module:
-        import transformers
-
+        transformers = pytest.importorskip("transformers", minversion=since)
         model_class = getattr(transformers, name)
         with tiny.seeded():
             return model_class(model_class.config_class(**config)).eval()
@@ -209,16 +209,19 @@ def _timm(name: str, **sizes: Any) -> nn.Module:
 
 
 def on_disk(model: nn.Module, folder: Path) -> Shapes:
-    """Shapes as the model's own library writes them."""
+    """Shapes as the model's own library writes them, without integers, which are never merged."""
     if not hasattr(model, "save_pretrained"):
         return in_memory(model)
     model.save_pretrained(folder)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    return _floating(load_file(folder / "model.safetensors"))
 
 
 def in_memory(model: nn.Module) -> Shapes:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return _floating(model.state_dict())
+
+
+def _floating(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
 def llava() -> Any:

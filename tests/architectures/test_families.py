@@ -252,10 +252,14 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 
 @pytest.mark.parametrize(
     ("build", "merged", "noted"),
     [
-        (hf("Qwen3_5ForCausalLM", **DECODER, head_dim=4, **LINEAR), {"q", "k", "v", "gate", "out"}, "in_proj_b"),
+        (
+            hf("Qwen3_5ForCausalLM", since="5.2", **DECODER, head_dim=4, **LINEAR),
+            {"q", "k", "v", "gate", "out"},
+            "in_proj_b",
+        ),
         (hf("Qwen3NextForCausalLM", **DECODER, head_dim=4, **LINEAR, **EXPERTS), {"out"}, "in_proj_qkvz"),
         (
-            hf("OlmoHybridForCausalLM", **DECODER, layer_types=LINEAR["layer_types"]),
+            hf("OlmoHybridForCausalLM", since="5.3", **DECODER, layer_types=LINEAR["layer_types"]),
             {"q", "k", "v", "gate", "out"},
             "a_proj",
         ),
@@ -276,7 +280,7 @@ def test_linear_attention_is_merged_where_its_cut_is_known_and_the_rest_is_named
 
 def test_rows_of_a_linear_attention_are_cut_where_the_model_cuts_them() -> None:
     """Queries and keys of fewer heads, then values; each follows from the model's own split."""
-    model: Any = hf("Qwen3_5ForCausalLM", **DECODER, head_dim=4, **LINEAR)()
+    model: Any = hf("Qwen3_5ForCausalLM", since="5.2", **DECODER, head_dim=4, **LINEAR)()
     attention = model.model.layers[0].linear_attn
     found = {layer.name: layer.rows for layer in select_layers(in_memory(model)) if layer.rows}
     ends = (attention.key_dim, 2 * attention.key_dim, 2 * attention.key_dim + attention.value_dim)

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from small import TASKS, tower
 from streams import direct
+from tiny import tower_of
 
 from safemerge_pl.callbacks import MergedModelWriter, StreamReport
 from safemerge_pl.merger import ContinualMerger
@@ -49,8 +50,7 @@ def test_output_is_checked_before_the_stream_and_loads_afterwards(
     for kind in (CLIPVisionModel, CLIPModel):
         model, info = kind.from_pretrained(out, output_loading_info=True)
         assert not info["missing_keys"]
-        vision = model if kind is CLIPVisionModel else model.vision_model
-        found = vision.state_dict()
+        found = tower_of(model).state_dict()
         assert all(torch.equal(found[name], tensor) for name, tensor in tower(module).items())
     assert AutoProcessor.from_pretrained(out) is not None
     again = ContinualMerger.load(out, FILES / "model")

@@ -112,7 +112,7 @@ def test_a_merged_clip_loads_whole_and_alone(tmp_path: Path) -> None:
     assert_same(model.state_dict(), {name: t.half() for name, t in merger.merged.items()})
     vision, info = loading_info(CLIPVisionModel, out)
     assert not info["missing_keys"]
-    for name, tensor in vision.state_dict().items():
+    for name, tensor in tiny.tower_of(vision).state_dict().items():
         assert torch.equal(tensor, merger.merged[f"vision_model.{name}"].half())
 
 
@@ -125,7 +125,7 @@ def test_a_merged_vision_model_loads(tmp_path: Path) -> None:
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     own = {name.removeprefix("vision_model."): tensor.half() for name, tensor in merger.merged.items()}
-    assert_same(model.state_dict(), own)
+    assert_same(tiny.tower_of(model).state_dict(), own)
 
 
 def test_a_vision_merge_completes_the_two_tower_template(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_zoo_expert_is_a_base_as_well(tmp_path: Path) -> None:
     model, info = loading_info(CLIPVisionModel, merger.save(tmp_path / "out"))
     assert not info["missing_keys"]
     name = "encoder.layers.0.mlp.fc1.weight"
-    assert torch.equal(model.state_dict()[name], merger.merged[f"vision_model.{name}"].half())
+    assert torch.equal(tiny.tower_of(model).state_dict()[name], merger.merged[f"vision_model.{name}"].half())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

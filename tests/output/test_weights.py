@@ -108,7 +108,7 @@ def saved(model: nn.Module, path: Path) -> Path:
 def models() -> dict[str, Any]:
     return {
         "clip": tiny.hf_clip,
-        "vision": tiny.hf_vision,
+        "vision": tiny.hf_vision_model,
         "t5": tiny.hf_t5,
         "gpt2": tiny.hf_gpt2,
         "llama": tiny.hf_llama,
