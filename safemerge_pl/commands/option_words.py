@@ -102,7 +102,7 @@ def _classes(action: Action, parser: ArgumentParser) -> Iterator[type]:
     """Those that an option chooses from; then the parser has an option for their help, too."""
     if f"--{action.dest.removesuffix('.help')}.help" in parser._option_string_actions:
         for base in _parts(_type(action)):
-            if isinstance(base, type):
+            if _is_class(base):
                 yield from _choices(base)
 
 
@@ -124,13 +124,18 @@ def _parts(kind: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
+def _is_class(kind: Any) -> bool:
+    """Whether a type is a class; to ``isinstance`` of Python 3.10 alone ``list[int]`` is one."""
+    return isinstance(kind, type) and get_origin(kind) is None
+
+
 def _words(kind: Any) -> Iterator[str]:
     for part in _parts(kind):
         if part is bool:
             yield from ("true", "false")
         elif get_origin(part) is Literal:
             yield from ("null" if value is None else str(value) for value in get_args(part))
-        elif isinstance(part, type) and issubclass(part, Enum):
+        elif _is_class(part) and issubclass(part, Enum):
             yield from part.__members__
         elif part is type(None):
             yield "null"
