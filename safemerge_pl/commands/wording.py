@@ -85,6 +85,7 @@ def _of_key(message: str, above: str) -> str:
     if name:
         return f"`--{key}`: there is no class {name[1]} of this kind."
     kinds = list(dict.fromkeys(filter(None, map(type_in_words, _expected(rest)))))
+    kinds.sort(key="null".__eq__)  # last, whatever order the parser tried them in
     if kinds:
         return f"`--{key}` must be {' or '.join(kinds)}, got {_given(rest)}."
     return f"`--{key}`: {_shortened(rest)}"
