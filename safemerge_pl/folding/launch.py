@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -27,6 +28,10 @@ for a machine that vanishes without a word."""
 
 _FAREWELL = timedelta(seconds=10)
 """How long a process that failed waits for the first one to tidy up, before torchrun stops them all."""
+
+_LETTING_GO = 0.05
+"""Seconds before the group is destroyed, for gloo's threads to let go of the last tensors. They need Python's lock for
+it, while torch 2.6 holds that lock and waits for these threads until they end: one that comes too late hangs."""
 
 
 @contextmanager
@@ -61,6 +66,7 @@ def join_processes() -> Iterator[Processes]:
         with _leaving_on_sigterm(), _one_voice(processes, board):
             yield processes
     finally:
+        time.sleep(_LETTING_GO)
         with suppress(RuntimeError):
             dist.destroy_process_group()
 
