@@ -207,8 +207,9 @@ def test_one_run_a_stopped_one_and_two_processes_agree(
         json.loads((tmp_path / "runs" / place / "report.json").read_text())
         for place in ("whole/version_0", "stopped/version_1", "two/version_0")
     )
-    correlations = [row["accuracies"]["stsb"] for row in (*whole["references"].values(), whole["steps"][-1])]
-    assert any(correlations)  # it is 0 where all answers are the same, whoever counted them
+    base, expert, merged = (row["accuracies"]["stsb"] for row in (*whole["references"].values(), whole["steps"][-1]))
+    assert base == 0.0  # it says 1.2 to everything
+    assert min(expert, merged) > 0.3
     for other in (stopped, shared):
         assert other["merged"] == whole["merged"]
         assert other["references"] == whole["references"]
