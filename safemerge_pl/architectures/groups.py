@@ -1,11 +1,13 @@
 """The groups that a model's tensors fall into, by their names, and what becomes of each: what a report adds up."""
 
+import math
 import re
+from collections.abc import Iterable, Mapping
 
 from safemerge_pl.architectures.embeddings import is_embedding
 from safemerge_pl.architectures.families import OUT_PROJECTIONS, block_of
 
-__all__ = ["FATES", "FEED_IN", "GROUPS", "group_of", "is_head"]
+__all__ = ["FATES", "FEED_IN", "GROUPS", "add_fates", "group_of", "is_head"]
 
 GROUPS = (
     "attention in",
@@ -51,6 +53,21 @@ def is_head(name: str) -> bool:
         [True, True, False, False]
     """
     return block_of(name) is None and not is_embedding(name) and _HEAD.search(name) is not None
+
+
+def add_fates(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up what became of several parts of a task vector.
+
+    Args:
+        parts: a share by each of :data:`FATES`; what else is in them is passed over.
+
+    Example:
+        >>> part = dict.fromkeys(FATES, 0.25)
+        >>> add_fates([part, part])
+        {'merged': 0.5, 'masked': 0.5, 'recovered': 0.5, 'pretrained': 0.5}
+    """
+    known = list(parts)
+    return {fate: math.fsum(part[fate] for part in known) for fate in FATES}
 
 
 def group_of(name: str) -> str:

@@ -157,8 +157,8 @@ class StreamProgress(ProgressBar):
             self._live = None
 
 
-def _seconds(time: float) -> str:
-    return f"{time:.1f} s" if time < 10 else f"{time:.0f} s"
+def _seconds(passed: float) -> str:
+    return f"{passed:.1f} s" if passed < 10 else f"{passed:.0f} s"
 
 
 def show_scoring(trainer: L.Trainer, scorer: Scorer, sets: Sequence[str], what: str) -> AbstractContextManager[None]:

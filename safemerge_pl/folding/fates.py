@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from safemerge_pl.architectures.groups import FATES, GROUPS, group_of
+from safemerge_pl.architectures.groups import FATES, GROUPS, add_fates, group_of
 from safemerge_pl.folding.rounding import unrounded
 from safemerge_pl.runtime.cores import flat_parts, length_of
 
@@ -95,7 +95,7 @@ def total(shares: Sequence[GroupShares]) -> GroupShares:
         >>> total([GroupShares("head", pretrained=0.25), GroupShares("other", merged=0.75)])
         GroupShares(group='all', merged=0.75, masked=0.0, recovered=0.0, pretrained=0.25)
     """
-    return GroupShares("all", *(math.fsum(getattr(group, fate) for group in shares) for fate in FATES))
+    return GroupShares("all", **add_fates(map(vars, shares)))
 
 
 def in_words(shares: Sequence[GroupShares]) -> str:

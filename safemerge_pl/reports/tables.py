@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from safemerge_pl.architectures.groups import FATES, GROUPS
+from safemerge_pl.architectures.groups import FATES, GROUPS, add_fates
 from safemerge_pl.functional import SCORES
 from safemerge_pl.reports.stream import Report
 
@@ -154,12 +154,12 @@ def _task_vectors(steps: Steps) -> list[str]:
     looked_at = any("leading" in step for step in steps)
     tasks = []
     for step in steps:
-        whole = _added_up(step.get("shares", ()))
+        whole = add_fates(step.get("shares", ()))
         cells = [_share(whole[fate]) for fate in FATES] + ([_percent(step.get("leading"))] if looked_at else [])
         tasks.append([f"{step['step']}", step["task"], *cells])
     groups = []
     for group in GROUPS:
-        found = _added_up([part for step in known for part in step["shares"] if part["group"] == group])
+        found = add_fates(part for step in known for part in step["shares"] if part["group"] == group)
         if any(found.values()):
             groups.append([group, *(_share(value / len(known)) for value in (*found.values(), sum(found.values())))])
     also = " The last column is how much of the change lies in the pretrained model's leading directions."
@@ -176,12 +176,6 @@ def _task_vectors(steps: Steps) -> list[str]:
         *_table(["", *FATES.values(), "all"], groups),
         "",
     ]
-
-
-def _added_up(shares: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The shares of several groups together, by fate."""
-    parts = list(shares)
-    return {fate: math.fsum(part[fate] for part in parts) for fate in FATES}
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: int = 0) -> list[str]:
