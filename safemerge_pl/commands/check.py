@@ -20,6 +20,7 @@ from safemerge_pl.folding.selection import MergePlan, plan_merge
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.output.folders import nearest
 from safemerge_pl.output.saving import output_size
+from safemerge_pl.runtime.console import fit_line
 from safemerge_pl.runtime.names import count_of
 
 __all__ = ["check_stream", "run"]
@@ -38,9 +39,9 @@ def run() -> None:
     compared = [entry for each in callbacks if isinstance(each, MethodComparison) for entry in each.methods]
     facts, problems = check_stream(cli.model, cli.datamodule, merge, Path(cli.trainer.default_root_dir), compared)
     for fact in facts:
-        print(fact)
+        print(fit_line(fact))
     for problem in problems:
-        print(f"PROBLEM {problem}", file=sys.stderr)
+        print(fit_line(f"PROBLEM {problem}"), file=sys.stderr)
     if problems:
         sys.exit(f"safemerge: {count_of(len(problems), 'problem')} found.")
     print("no problem found")

@@ -32,6 +32,7 @@ from safemerge_pl.output.saving import require_output
 from safemerge_pl.output.shared_files import require_same_model, require_shared_files
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
+from safemerge_pl.runtime.console import fit_line
 from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.names import count_of, name_list
 from safemerge_pl.runtime.progress import FoldProgress
@@ -239,7 +240,7 @@ def _parse(processes: Processes) -> dict[str, Any]:
             quiet.enter_context(redirect_stderr(nowhere))
         arguments, notes = read_recipes(sys.argv[2:])
         for note in notes:
-            print(f"note: {note}")
+            print(fit_line(f"note: {note}"))
         arguments = put_under_method(arguments, inspect.signature(fold_once).parameters)
         config = parser.instantiate(parser.parse_args(arguments))
     sys.argv[0] = Path(sys.argv[0]).name.replace("__main__.py", "safemerge")  # for the model card
@@ -249,20 +250,20 @@ def _parse(processes: Processes) -> dict[str, Any]:
 def _say_what_was_done(merger: ContinualMerger, options: dict[str, Any], seconds: float) -> None:
     count = 1 if isinstance(options["incoming"], str) else len(options["incoming"])
     for report in merger.reports[-count:]:
-        print(
+        lines = [
             f"{merger.method.label}: folded '{report.task}' as task {report.index} in {report.seconds:.1f} s, "
             f"{report.kept_fraction:.0%} of its entries in {len(report.layers)} layers"
-        )
+        ]
         if report.shares:
-            print(in_words(report.shares))
+            lines.append(in_words(report.shares))
         if report.response is not None:
-            print(
+            lines.append(
                 f"bound: {report.scale:.1%} of the accumulated vector is deployed (response {report.response:.4f}, "
                 f"at most {merger.max_response:g})"
             )
-        for note in report.notes:
-            print(f"note: {note}")
+        for line in (*lines, *(f"note: {note}" for note in report.notes)):
+            print(fit_line(line))
     tasks = count_of(len(merger.tasks), "task")
-    print(f"merged model: {options['output']}, {tasks}, SHA-256 {report.merged}, {seconds:.1f} s")
+    print(fit_line(f"merged model: {options['output']}, {tasks}, SHA-256 {report.merged}, {seconds:.1f} s"))
     if options["push_to_hub"]:
         print(f"on the hub: {options['push_to_hub']}, private unless it was public before")

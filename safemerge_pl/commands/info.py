@@ -15,6 +15,7 @@ from safemerge_pl.commands.parsers import HintingParser
 from safemerge_pl.folding.fates import in_words
 from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.output.saving import read_merge
+from safemerge_pl.runtime.console import fit_line
 from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.names import count_of
 
@@ -25,7 +26,7 @@ def run() -> None:
     """Describe the folders that are named; exits with 1 if one does not match its state."""
     found = [describe_output(local_path(folder)) for folder in make_parser().parse_args(sys.argv[2:]).folders]
     for lines, _ in found:
-        print("\n".join(lines))
+        print("\n".join(map(fit_line, lines)))
     if not all(whole for _, whole in found):
         sys.exit(1)
 

@@ -11,6 +11,7 @@ from safemerge_pl.cli import main
 from safemerge_pl.commands.info import describe_output
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, MergeMethod, TaskArithmetic
+from safemerge_pl.zoo import FILES
 
 
 def merge_in(folder: Path, method: MergeMethod, **options: object) -> Path:
@@ -57,3 +58,19 @@ def test_a_bounded_merge_and_a_folder_without_one(tmp_path: Path, capsys: pytest
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err
+
+
+def test_lines_fit_a_narrow_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a fold says of itself as well; words are never broken, so that a path or a hash can be copied."""
+    monkeypatch.setenv("COLUMNS", "60")
+    fold = ["fold", "--pretrained", str(FILES / "model"), "--incoming", str(FILES / "experts/mnist")]
+    for arguments in (
+        [*fold, "--output", str(tmp_path), "--method.scoring_rank", "21", "--max_response", "0.01"],
+        ["info", str(tmp_path)],
+    ):
+        main(arguments)
+        lines = capsys.readouterr().out.splitlines()
+        assert any(line.startswith("  ") for line in lines), "nothing was too long"
+        assert [line for line in lines if len(line) > 60 and len(line.split()) > 1] == []
