@@ -4,6 +4,7 @@ Only in a checkout: it is not installed, where it would hide behind (or hide) a 
 """
 
 from safemerge_pl.callbacks import ComparedMethod as ComparedMethod
+from safemerge_pl.callbacks import DriftMonitor as DriftMonitor
 from safemerge_pl.callbacks import MergeCallback as MergeCallback
 from safemerge_pl.callbacks import MergedModelWriter as MergedModelWriter
 from safemerge_pl.callbacks import MethodComparison as MethodComparison
@@ -14,6 +15,7 @@ from safemerge_pl.callbacks import StreamReport as StreamReport
 
 __all__ = [
     "ComparedMethod",
+    "DriftMonitor",
     "MergeCallback",
     "MergedModelWriter",
     "MethodComparison",

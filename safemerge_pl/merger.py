@@ -197,6 +197,27 @@ class ContinualMerger:
         """Those parameters that the method merges, as deployed, float32; not copies: do not change them."""
         return self._give(self._deploy(self._current, self.scale))
 
+    def parameters_at(self, max_response: float | None) -> Mapping[str, Tensor]:
+        """The same with another bound, to see what that would deploy; nothing changes.
+
+        Args:
+            max_response: the other bound, ``None`` for the whole accumulated vector.
+
+        Raises:
+            ValueError: if it is no number above 0.
+
+        Example:
+            >>> base = {"encoder.layers.0.mlp.fc1.weight": torch.eye(2)}
+            >>> merger = ContinualMerger(base, SafeMerge(keep_ratio=1.0, use_recovery=False))
+            >>> _ = merger.fold({name: 2 * tensor for name, tensor in base.items()}, "double")
+            >>> merger.parameters_at(0.25)["encoder.layers.0.mlp.fc1.weight"].tolist()
+            [[1.25, 0.0], [0.0, 1.25]]
+        """
+        bound = choose_bound(self.method, max_response)
+        with exact_arithmetic(self.device):
+            response = 0.0 if bound is None else self._respond(self._current)
+        return self._give(self._deploy(self._current, bounded_scale(response, bound)))
+
     def accumulated_parameters(self) -> Mapping[str, Tensor]:
         """The same with the whole accumulated vector, which the next fold adds to."""
         return self._give(self._current)
@@ -492,17 +513,21 @@ class ContinualMerger:
         """Response of what is staged, and the scale that keeps the bound; no passes where nothing is bounded."""
         if self.max_response is None:
             return None, 1.0
-        response = measure_response(
+        response = self._respond(staged.__getitem__)
+        return response, bounded_scale(response, self.max_response)
+
+    def _respond(self, read: Callable[[str], Tensor]) -> float:
+        """Response of what is read, with the whole accumulated vector in it."""
+        return measure_response(
             self.plan.matrices,
             self.plan.biases,
             self.pretrained.__getitem__,
-            staged.__getitem__,
+            read,
             device=self.device,
             processes=self.processes,
             owners=self._division.owners,
             own=self._own_energies,
         )
-        return response, bounded_scale(response, self.max_response)
 
     def _measure_left(self, incoming: Fitted) -> dict[str, float]:
         """What of the incoming model is not merged at all."""

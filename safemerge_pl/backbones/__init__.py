@@ -9,6 +9,8 @@ from safemerge_pl.backbones.base import backbone_spec as backbone_spec
 from safemerge_pl.backbones.base import build_backbone as build_backbone
 from safemerge_pl.backbones.clip import CLIPBackbone as CLIPBackbone
 from safemerge_pl.backbones.heads import zero_shot_head as zero_shot_head
+from safemerge_pl.backbones.noise import noise_images as noise_images
+from safemerge_pl.backbones.noise import noise_tokens as noise_tokens
 from safemerge_pl.backbones.open_clip import OpenCLIPBackbone as OpenCLIPBackbone
 from safemerge_pl.backbones.t5 import T5Backbone as T5Backbone
 
@@ -19,5 +21,7 @@ __all__ = [
     "T5Backbone",
     "backbone_spec",
     "build_backbone",
+    "noise_images",
+    "noise_tokens",
     "zero_shot_head",
 ]

@@ -76,6 +76,19 @@ class Backbone(nn.Module, ABC):
         """Text features of the pretrained text tower, ``(N, D)``, not normalised; only a model for images has one."""
         raise MisconfigurationException(f"{type(self).__name__} has no zero-shot heads, so it cannot score images.")
 
+    def noise(self, count: int) -> Any | None:
+        """Input of :meth:`features` that no data went into, the same at every call; ``None`` if there is none.
+
+        Args:
+            count: examples, all in one batch.
+        """
+        return None
+
+    def features(self, inputs: Any) -> Tensor:
+        """What a model makes of its input before anything is decided, ``(N, D)``; those of an image by default."""
+        found: Tensor = self(inputs)
+        return found
+
     @abstractmethod
     def forward(self, inputs: Any) -> Tensor:
         """Image features ``(N, D)`` in the space of :meth:`encode_text`, not normalised; or generated tokens."""

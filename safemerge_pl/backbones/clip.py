@@ -18,6 +18,7 @@ from safemerge_pl.backbones.base import (
     quiet_transformers,
     refuse_foreign_code,
 )
+from safemerge_pl.backbones.noise import noise_like
 from safemerge_pl.checkpoints.open import CheckpointError, fingerprint
 
 __all__ = ["CLIPBackbone"]
@@ -127,6 +128,10 @@ class CLIPBackbone(Backbone):
         pooled = self._text["tower"].to(device)(**tokens).pooler_output
         features: Tensor = self._text["projection"].to(device)(pooled)
         return features.cpu()
+
+    def noise(self, count: int) -> Tensor:
+        """See :class:`Backbone`; pictures."""
+        return noise_like(self.preprocess, count)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """See :class:`Backbone`."""

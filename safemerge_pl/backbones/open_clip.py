@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.backbones.base import Backbone, backbone_spec, refuse_foreign_code, without_foreign_code
+from safemerge_pl.backbones.noise import noise_like
 from safemerge_pl.checkpoints.open import CheckpointError, fingerprint
 from safemerge_pl.runtime.files import local_path
 
@@ -112,6 +113,10 @@ class OpenCLIPBackbone(Backbone):
         """See :class:`Backbone`."""
         features: Tensor = self._text["model"].encode_text(self._text["tokenizer"](list(texts)))
         return features
+
+    def noise(self, count: int) -> Tensor:
+        """See :class:`Backbone`; pictures."""
+        return noise_like(self.preprocess, count)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """See :class:`Backbone`."""

@@ -18,6 +18,7 @@ from safemerge_pl.backbones.base import (
     quiet_transformers,
     refuse_foreign_code,
 )
+from safemerge_pl.backbones.noise import noise_tokens
 from safemerge_pl.checkpoints.open import CheckpointError, open_checkpoint
 
 __all__ = ["T5Backbone"]
@@ -125,6 +126,20 @@ class T5Backbone(Backbone):
             raise FloatingPointError("the logits hold NaN or Inf: a weight is broken.")
         tokens: Tensor = found.sequences
         return tokens
+
+    def noise(self, count: int) -> dict[str, Tensor]:
+        """See :class:`Backbone`; words at random, none of them with a meaning of its own to the model."""
+        special = set(self._tokenizer.all_special_ids)
+        words = [token for token in range(len(self._tokenizer)) if token not in special]
+        tokens = noise_tokens(count, words)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+    def features(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits of the first token of an answer, ``(N, vocabulary)``."""
+        tokens = inputs["input_ids"]
+        start = torch.full_like(tokens[:, :1], self.model.config.decoder_start_token_id)
+        logits: Tensor = self.model(**inputs, decoder_input_ids=start).logits[:, 0]
+        return logits
 
     def decode(self, tokens: Tensor | Sequence[Sequence[int]]) -> list[str]:
         """Texts of tokens ``(N, length)``, without the special ones."""

@@ -2,6 +2,7 @@
 
 from safemerge_pl.callbacks.compare import ComparedMethod as ComparedMethod
 from safemerge_pl.callbacks.compare import MethodComparison as MethodComparison
+from safemerge_pl.callbacks.drift import DriftMonitor as DriftMonitor
 from safemerge_pl.callbacks.merge import MergeCallback as MergeCallback
 from safemerge_pl.callbacks.output import MergedModelWriter as MergedModelWriter
 from safemerge_pl.callbacks.progress import StreamProgress as StreamProgress
@@ -11,6 +12,7 @@ from safemerge_pl.callbacks.safe_merge import SAFEMergeCallback as SAFEMergeCall
 
 __all__ = [
     "ComparedMethod",
+    "DriftMonitor",
     "MergeCallback",
     "MergedModelWriter",
     "MethodComparison",

@@ -55,10 +55,15 @@ def describe_stream(
     }
 
 
-def last_row(pl_module: L.LightningModule, merger: ContinualMerger | LiveMerger, live: Live | None) -> dict[str, Any]:
+def last_row(
+    trainer: L.Trainer, pl_module: L.LightningModule, merger: ContinualMerger | LiveMerger, live: Live | None
+) -> dict[str, Any]:
     """Scores after the last merge, as a row of a report: shares in [0, 1]; empty if it was not scored.
 
+    A callback has measured drifts if it has a list of them, ``drifts``.
+
     Args:
+        trainer: of the run.
         pl_module: knows the accuracy matrix of a stream of checkpoints.
         merger: knows the tasks.
         live: in a training loop, where it knows the scores.
@@ -73,7 +78,13 @@ def last_row(pl_module: L.LightningModule, merger: ContinualMerger | LiveMerger,
         if not count or not isinstance(matrix, AccuracyMatrix) or matrix.steps != count:
             return {}
         row, scores = matrix.row(count), matrix.defined()
-    return {**{name: value for name, value in scores.items() if name not in row}, "accuracies": dict(row)}
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    drifts: list[float] = next((callback.drifts for callback in callbacks if getattr(callback, "drifts", None)), [])
+    return {
+        **{name: value for name, value in scores.items() if name not in row},
+        "accuracies": dict(row),
+        **({"drift": drifts[-1]} if drifts else {}),
+    }
 
 
 def print_table(stream: Report, row: dict[str, Any], merged: int) -> None:

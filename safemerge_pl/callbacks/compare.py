@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from safemerge_pl.callbacks.drift import DriftMonitor
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.progress import show_scoring
 from safemerge_pl.folding.bound import MaxResponse, choose_bound, name_with_bound
@@ -124,6 +125,9 @@ class MethodComparison(L.Callback):
             data = pl_module.scorer.data
             with show_scoring(trainer, pl_module.scorer, [*data.stream, *data.controls], entry.label):
                 row = score_row(pl_module.scorer)
+            monitor = DriftMonitor.of(trainer)
+            if monitor is not None:
+                row["drift"] = monitor.measure()
         bar = trainer.progress_bar_callback
         if bar is not None:
             scores = "  ".join(f"{key} {100 * row[key]:.1f}" for key in SCORES if key in row)

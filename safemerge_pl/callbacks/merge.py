@@ -248,7 +248,7 @@ class MergeCallback(L.Callback):
         quiet = trainer.progress_bar_callback is None or trainer.fast_dev_run  # type: ignore[attr-defined]
         if quiet or not trainer.is_global_zero or self.merger is None or MergeCallback.of(trainer) is not self:
             return
-        row = last_row(pl_module, self.merger, self.live)
+        row = last_row(trainer, pl_module, self.merger, self.live)
         if row:
             print_table(describe_stream(trainer, self.method, self.merger, self.live), row, len(self.tasks))
 

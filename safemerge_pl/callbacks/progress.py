@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
+from safemerge_pl.callbacks.drift import DriftMonitor
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
 from safemerge_pl.reports.tables import scores_table
@@ -82,6 +83,8 @@ class StreamProgress(ProgressBar):
             report = merge.reports[-1]
             own = f"acc {100 * scores[report.task]:5.1f}  " if report.task in scores else ""
             stream = "  ".join(f"{key} {100 * scores[key]:.1f}" for key in SCORES if key in scores)
+            monitor = DriftMonitor.of(trainer)
+            stream += f"  drift {100 * monitor.drifts[-1]:.1f}" if monitor is not None and monitor.drifts else ""
             width = max(len(task) for task in merge.sources)
             seconds = f"(fold {_seconds(report.seconds)}, score {_seconds(time.perf_counter() - self._start)})"
             seconds = seconds.replace(" ", "\xa0")  # it stands in one line

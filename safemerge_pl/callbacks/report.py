@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.board import finish_board, log_layout, log_matrix
 from safemerge_pl.callbacks.closing import describe_stream
+from safemerge_pl.callbacks.drift import DriftMonitor
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
@@ -75,6 +76,7 @@ class StreamReport(L.Callback):
 
     def _add(self, trainer: L.Trainer, merge: MergeCallback, scores: dict[str, float]) -> None:
         fold, scoring = merge.reports[-1], None if merge.live is None else merge.live.scores.seconds
+        monitor = DriftMonitor.of(trainer)
         columns: dict[str, Any] = {key: scores[key] for key in SCORES if key in scores}
         row: dict[str, Any] = {
             "step": fold.index,
@@ -83,6 +85,7 @@ class StreamReport(L.Callback):
             "accuracies": {key: value for key, value in scores.items() if key not in SCORES},
             "kept_fraction": fold.kept_fraction,
             **({} if fold.response is None else {"response": fold.response, "scale": fold.scale}),
+            **({"drift": monitor.drifts[-1]} if monitor is not None and monitor.drifts else {}),
             **({"shares": [asdict(group) for group in fold.shares]} if fold.shares else {}),
             **({} if fold.leading is None else {"leading": fold.leading}),
             "loss_first": fold.losses[0] if fold.losses else None,

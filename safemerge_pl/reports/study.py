@@ -99,7 +99,7 @@ def aggregate(results: Sequence[dict[str, Any]]) -> list[Aggregate]:
     for members in groups.values():
         flat = [{**{key: member[key] for key in SCORES if key in member}, **member["accuracies"]} for member in members]
         columns = {name: [row[name] for row in flat] for name in flat[0] if all(name in row for row in flat)}
-        for extra in ("fold_seconds", "solve_seconds", "peak_memory_mib", "iterations"):
+        for extra in ("drift", "fold_seconds", "solve_seconds", "peak_memory_mib", "iterations"):
             if all(member.get(extra) is not None for member in members):
                 columns[extra] = [member[extra] for member in members]
         found.append(

@@ -83,6 +83,8 @@ def _columns(report: Report, part: Sequence[tuple[str, Mapping[str, Any]]], head
         table.add_column(Text(head), justify="right", overflow="fold")
     for score in SCORES:
         table.add_row(score, *(_percent(row.get(score)) for _, row in part), style="bold")
+    if _has_drift(report):
+        table.add_row("drift", *(_percent(row.get("drift")) for _, row in part))
     for kind in ("tasks", "controls"):
         table.add_section()
         for name in report[kind]:
@@ -118,6 +120,7 @@ def markdown(report: Report) -> str:
     rows, steps = table_rows(report), report["steps"]
     lines = [f"# {report['method']['name']} on {len(report['tasks'])} tasks", "", "Accuracy in percent.", ""]
     closing = [(f"**{column}**", *(_percent(row.get(column)) for _, row in rows)) for column in SCORES]
+    closing += [("drift", *(_percent(row.get("drift")) for _, row in rows))] if _has_drift(report) else []
     for name in (*report["tasks"], *report["controls"]):
         closing.append((name, *(_percent(row["accuracies"].get(name)) for _, row in rows)))
     lines += _table(["", *(name for name, _ in rows)], closing)
@@ -132,17 +135,31 @@ def markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _has_drift(report: Report) -> bool:
+    """Whether anything was measured by a drift gauge; where a row has none, its cell stays empty."""
+    return any("drift" in row for _, row in table_rows(report))
+
+
 def _after_each_merge(steps: Steps) -> list[str]:
     """Scores, times, and what was kept, with a row per task."""
-    bounded = any("scale" in step for step in steps)
+    bounded, gauged = any("scale" in step for step in steps), any("drift" in step for step in steps)
     rows = []
     for step in steps:
         cells = [_percent(step["accuracies"].get(step["task"])), *(_percent(step.get(column)) for column in SCORES)]
         cells += [_percent(step["kept_fraction"]), *([_percent(step.get("scale", 1.0))] if bounded else [])]
+        cells += [_percent(step.get("drift"))] if gauged else []
         rows.append(
             [f"{step['step']}", step["task"], *cells, f"{step['fold_seconds']:.2f}", f"{step['score_seconds']:.1f}"]
         )
-    heads = ["own", *SCORES, "kept", *(["deployed"] if bounded else []), "fold s", "score s"]
+    heads = [
+        "own",
+        *SCORES,
+        "kept",
+        *(["deployed"] if bounded else []),
+        *(["drift"] if gauged else []),
+        "fold s",
+        "score s",
+    ]
     return _table(["#", "task", *heads], rows, words=1)
 
 

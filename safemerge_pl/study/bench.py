@@ -19,6 +19,7 @@ from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.functional import summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.runtime.memory import PeakMemory
+from safemerge_pl.scoring.drift import DriftGauge
 from safemerge_pl.scoring.rows import Row, measure_references
 from safemerge_pl.scoring.scorer import Scorer
 from safemerge_pl.scoring.weights import swapped_weights
@@ -42,6 +43,9 @@ class References:
     wanted: tuple[str, ...]
     known: Mapping[str, Row]
 
+
+_NOISE = 256
+"""Inputs of noise that the drift of each cell's last merge is measured with."""
 
 Job = Cell | References
 """What is measured in one piece, and kept when it is done."""
@@ -71,6 +75,7 @@ class Bench:
         self.backbone, self.streams, self.sources = backbone, streams, sources
         self.device, self.assert_scores = device, assert_scores
         self._scorers: dict[str, Scorer] = {}
+        self._gauge: DriftGauge | None = None
 
     def require_fit(self, cells: Iterable[Cell]) -> None:
         """Refuse a method that does not fit the model, before the first cell is measured.
@@ -99,6 +104,10 @@ class Bench:
             device = automatic if self.device == "auto" else self.device
             self.backbone.to(own_gpu() if device == "cuda" else device)
             self._scorers = {name: Scorer(self.backbone, data) for name, data in self.streams.items()}
+            noise = self.backbone.noise(_NOISE)
+            if noise is not None:
+                features = self.backbone.features
+                self._gauge = DriftGauge(self.backbone, noise, tower=self._tower(), features=features)
         return self._measure_cell(job) if isinstance(job, Cell) else self._measure_references(job, on_line)
 
     def _measure_cell(self, cell: Cell) -> dict[str, Any]:
@@ -110,6 +119,7 @@ class Bench:
         device = next(tower.parameters()).device
         merger = ContinualMerger(tower, cell.method, device=device, max_response=cell.max_response)
         when_merged: dict[str, float] = {}
+        drift: float | None = None
         last: dict[str, float] = {}
         peaks: list[float] = []
         for task in order:
@@ -119,6 +129,7 @@ class Bench:
             with swapped_weights(tower, merger.merged_parameters()):
                 when_merged[task] = scorer.score(task)
                 if task == order[-1]:
+                    drift = None if self._gauge is None else self._gauge.measure()
                     last = {name: scorer.score(name) for name in (*order, *data.controls) if name != task}
         last[order[-1]] = when_merged[order[-1]]
         tasks, controls = [last[task] for task in order], [last[name] for name in data.controls]
@@ -130,6 +141,7 @@ class Bench:
             "settings": cell.settings,
             "scales": [report.scale for report in merger.reports],
             "responses": [report.response for report in merger.reports],
+            "drift": drift,
             "merged": merger.fingerprint(),
             "iterations": getattr(cell.method, "num_steps", None),
             "fold_seconds": sum(report.seconds for report in merger.reports) / len(order),

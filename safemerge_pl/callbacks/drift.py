@@ -1,0 +1,92 @@
+"""Measure after each merge how far the model has moved, without data."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
+
+from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.scoring.drift import DriftGauge
+from safemerge_pl.scoring.weights import swapped_weights
+
+__all__ = ["DriftMonitor"]
+
+
+class DriftMonitor(L.Callback):
+    """Measure after each merge of a stream of checkpoints how far the model's features of noise have moved.
+
+    The drift tells without any data what general knowledge a merge has cost, see
+    :class:`~safemerge_pl.scoring.DriftGauge`. It stands as ``merge/drift`` in the loggers and in
+    ``trainer.callback_metrics``, where ``EarlyStopping`` can watch it, in the closing table and in the report.
+
+    Args:
+        count: inputs of noise.
+
+    Raises:
+        ValueError: if ``count`` is not at least 1.
+    """
+
+    def __init__(self, count: int = 256) -> None:
+        super().__init__()
+        if count < 1:
+            raise ValueError(f"`count` must be at least 1, got {count}.")
+        self.count = count
+        self.drifts: list[float] = []
+        self._gauge: DriftGauge | None = None
+
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> "DriftMonitor | None":
+        """The monitor of a trainer, ``None`` if it has none."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        return next((callback for callback in callbacks if isinstance(callback, DriftMonitor)), None)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Look at the pretrained model, before anything is merged.
+
+        Raises:
+            MisconfigurationException: where nobody knows how to give the model noise.
+        """
+        merge = MergeCallback.of(trainer)
+        if merge is None:
+            raise MisconfigurationException("DriftMonitor has nothing to look at: the trainer has no MergeCallback.")
+        inputs = pl_module.backbone.noise(self.count) if isinstance(pl_module, ContinualMergeModule) else None
+        if inputs is None:
+            raise MisconfigurationException(
+                "DriftMonitor does not know what noise this model takes: give your backbone a method `noise`, or "
+                "measure it with `safemerge_pl.scoring.DriftGauge` in your own loop."
+            )
+        merge.ready(trainer, pl_module)
+        assert merge.merger is not None
+        assert isinstance(pl_module, ContinualMergeModule)
+        tower, base = merge.target(pl_module), merge.merger.pretrained
+        here = [name for name in tower.state_dict() if name in base]
+        with swapped_weights(tower, {name: base[name] for name in here}):  # a resumed run holds merged weights
+            self._gauge = DriftGauge(pl_module.backbone, inputs, tower=tower, features=pl_module.backbone.features)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure the merge that is about to be scored."""
+        merge = MergeCallback.of(trainer)
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or merge is None or not merge.tasks:
+            return
+        assert self._gauge is not None
+        drift = self._gauge.measure()
+        self.drifts = [*self.drifts[: len(merge.tasks) - 1], drift]
+        trainer.callback_metrics["merge/drift"] = torch.tensor(drift)
+        for logger in trainer.loggers:
+            logger.log_metrics({"merge/drift": drift}, step=len(merge.tasks))
+
+    def measure(self) -> float:
+        """Measure the drift of the weights that the module holds now."""
+        assert self._gauge is not None, "`fit` has not started"
+        return self._gauge.measure()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured, as plain values."""
+        return {"drifts": self.drifts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what an earlier run measured."""
+        self.drifts = [float(drift) for drift in state_dict["drifts"]]

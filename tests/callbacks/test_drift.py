@@ -1,0 +1,104 @@
+"""The drift of every merge of a stream, wherever its numbers go."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from event_files import scalars
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import TensorBoardLogger
+from small import TASKS
+
+from safemerge_pl.backbones import CLIPBackbone
+from safemerge_pl.callbacks import ComparedMethod, DriftMonitor, MethodComparison, StreamReport
+from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import TaskArithmetic
+from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.scoring import DriftGauge
+from safemerge_pl.zoo import FILES
+
+Make = Callable[..., Any]
+
+
+def test_every_merge_is_measured_and_a_resumed_run_goes_on(
+    small_data: Make, make_trainer: Make, merge_callback: Make, tmp_path: Path
+) -> None:
+    """As by hand, before and after a resume: the pretrained model is what all are compared with."""
+    whole, report = DriftMonitor(16), StreamReport()
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+    compare = MethodComparison([ComparedMethod(TaskArithmetic())])
+    trainer = make_trainer(merge_callback(), whole, compare, report, logger=logger)
+    trainer.fit(ContinualMergeModule(), small_data())
+    assert len(whole.drifts) == len(TASKS)
+    assert whole.drifts == _by_hand(merge_callback().method)
+    assert compare.rows["Task Arithmetic"]["drift"] == _by_hand(TaskArithmetic())[-1]
+    folder = Path(logger.log_dir)
+    assert scalars(folder)["merge/drift"] == [
+        (step, pytest.approx(drift)) for step, drift in enumerate(whole.drifts, start=1)
+    ]
+    steps = json.loads((folder / "report.json").read_text())["steps"]
+    assert [step["drift"] for step in steps] == whole.drifts
+    text = (folder / "report.md").read_text()
+    assert f"| drift | {100 * whole.drifts[-1]:.1f} | {100 * compare.rows['Task Arithmetic']['drift']:.1f} |" in text
+    assert "| deployed | drift |" in text or "| kept | drift |" in text
+
+    first = DriftMonitor(16)
+    begun = make_trainer(merge_callback(), first, max_epochs=2)
+    begun.fit(ContinualMergeModule(), small_data())
+    begun.save_checkpoint(tmp_path / "two.ckpt")
+    second = DriftMonitor(16)
+    make_trainer(merge_callback(), second).fit(ContinualMergeModule(), small_data(), ckpt_path=tmp_path / "two.ckpt")
+    assert second.drifts == whole.drifts
+
+
+def _by_hand(method: Any) -> list[float]:
+    backbone = CLIPBackbone("zoo")
+    backbone.load()
+    gauge = DriftGauge(backbone, backbone.noise(16), tower=backbone.vision_model)
+    merger, found = ContinualMerger(backbone.vision_model, method), []
+    for task in TASKS:
+        merger.fold(FILES / "experts" / task, task)
+        found.append(gauge.measure(merger.merged_parameters()))
+    return found
+
+
+def test_a_stream_stops_where_the_model_has_moved_too_far(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make
+) -> None:
+    stop = EarlyStopping("merge/drift", patience=99, divergence_threshold=1e-6)
+    trainer = make_trainer(merge_callback(), DriftMonitor(16), stop)
+    trainer.fit(module, small_data())
+    assert trainer.callback_metrics["merge/drift"] > 1e-6
+    assert module.merged_tasks == TASKS[:1]
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is_merged(
+    module: ContinualMergeModule,
+    small_data: Make,
+    make_trainer: Make,
+    merge_callback: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="`count` must be at least 1"):
+        DriftMonitor(0)
+    with pytest.raises(MisconfigurationException, match="no MergeCallback"):
+        make_trainer(DriftMonitor()).fit(module, small_data())
+    monkeypatch.setattr(CLIPBackbone, "noise", lambda self, count: None)
+    with pytest.raises(MisconfigurationException, match="give your backbone a method `noise`"):
+        make_trainer(merge_callback(), DriftMonitor()).fit(module, small_data())
+    assert module.merged_tasks == []
+
+
+def test_validation_alone_measures_nothing(
+    module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make
+) -> None:
+    monitor = DriftMonitor()
+    trainer: L.Trainer = make_trainer(merge_callback(), monitor)
+    trainer.validate(module, small_data(), verbose=False)
+    assert monitor.drifts == []
+    assert torch.equal(torch.tensor(monitor.state_dict()["drifts"]), torch.tensor([]))
