@@ -20,7 +20,14 @@ from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, m
 from safemerge_pl.checkpoints.snapshot import read_finite, take_snapshot
 from safemerge_pl.checkpoints.tensors import LazyTensors
 from safemerge_pl.checkpoints.values import require_dtype, require_finite
-from safemerge_pl.folding.bound import MaxResponse, choose_bound, measure_response, scale_vector
+from safemerge_pl.folding.bound import (
+    Gauge,
+    MaxResponse,
+    choose_bound,
+    measure_response,
+    require_drift_bound,
+    scale_vector,
+)
 from safemerge_pl.folding.division import Division
 from safemerge_pl.folding.engine import Folding
 from safemerge_pl.folding.fates import Taken, add_up
@@ -30,7 +37,7 @@ from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport, LayerReport, leading_of
 from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.folding.store import DiskTensors
-from safemerge_pl.maths.response import bounded_scale
+from safemerge_pl.maths.response import bounded_scale, limit_drift
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.methods.saved import (
@@ -89,12 +96,17 @@ class ContinualMerger:
             pretrained model knows, whatever the incoming models are and however many there are. The accumulated vector
             is kept whole, and ``scale`` times it is deployed. 0.015 is a careful value, 0.035 a fair one; ``"auto"``
             takes the method's own, ``None`` bounds nothing.
+        max_drift: bounds how far features of noise move, which tells what general knowledge was lost whatever was
+            merged: 0.01 is a careful value. It needs a ``gauge``, and holds beside ``max_response``.
+        gauge: measures the drift with given parameters, such as ``measure`` of a
+            :class:`~safemerge_pl.scoring.DriftGauge`.
         processes: among which the work is shared out, see :func:`~safemerge_pl.folding.launch.join_processes`; all of
             them make the same calls. Each reads and holds the parameters that are its own alone.
 
     Raises:
         CheckpointError: if ``pretrained`` cannot be read or holds NaN or Inf in a layer to merge.
-        ValueError: if ``max_response`` is no number above 0, or a setting of the method is not finite.
+        ValueError: if ``max_response`` or ``max_drift`` is no number above 0, a setting of the method is not finite, or
+            there is a ``max_drift`` without a ``gauge`` or over several processes.
 
     Example:
         >>> layer = "encoder.layers.0.mlp.fc1"
@@ -117,6 +129,8 @@ class ContinualMerger:
         workspace: str | Path | None = None,
         on_mismatch: Mismatch = "error",
         max_response: MaxResponse = "auto",
+        max_drift: float | None = None,
+        gauge: Gauge | None = None,
         processes: Processes | None = None,
     ) -> None:
         self.workspace = None if workspace is None else local_path(workspace)
@@ -124,6 +138,10 @@ class ContinualMerger:
         self.method = SafeMerge() if method is None else method
         require_plain_settings(self.method)
         self.max_response = choose_bound(self.method, max_response)
+        require_drift_bound(max_drift)
+        if max_drift is not None and gauge is None:
+            raise ValueError("`max_drift` needs a `gauge`, as the merger itself runs no model; see `DriftGauge`.")
+        self.max_drift, self.gauge = max_drift, gauge
         self.plan = plan_merge(take_snapshot(pretrained), self.method, layers)
         self.device = torch.device(device)
         self.processes = Processes(shared=False) if processes is None else processes  # a Trainer may set others
@@ -247,6 +265,8 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the incoming model does not fit; nothing has changed then.
         """
+        if self.max_drift is not None and self.processes.count > 1:
+            raise ValueError("`max_drift` holds on one process only; run on one, or bound by `max_response`.")
         start, before = time.perf_counter(), self._now
         state = copy.deepcopy(self.method.state_dict())
         try:
@@ -256,7 +276,7 @@ class ContinualMerger:
                 folding = self._folding(fitted, task)
                 staged = self.processes.agree(self._room)
                 folding.run(staged)
-                response, scale = self._measure(staged)
+                response, scale, drift = self._measure(staged)
                 merged = self._division.hash(self._deploy(staged.__getitem__, scale), self.processes.count > 1)
                 rows = [folding.rows[layer.name] for layer in self.plan.units]
                 strange = likeness.notes(self._lengths, {row.layer: row.task_norm for row in rows})
@@ -280,6 +300,7 @@ class ContinualMerger:
                     ),
                     response=response,
                     scale=scale,
+                    drift=drift,
                     shares=shares,
                     leading=leading,
                     **provenance(fitted),
@@ -444,6 +465,7 @@ class ContinualMerger:
             if self.scale == 1.0
             else self._division.hash(self._current, self.processes.apart),
             **({} if self.max_response is None else {"max_response": self.max_response}),
+            **({} if self.max_drift is None else {"max_drift": self.max_drift}),
             "method": describe_method(self.method),
             "reports": [asdict(report) for report in self.reports],
         }
@@ -463,6 +485,11 @@ class ContinualMerger:
             raise CheckpointError(
                 f"the merge was made with `max_response` {state.get('max_response')}, not {self.max_response}; use the "
                 "same."
+            )
+        if state.get("max_drift") != self.max_drift:
+            raise CheckpointError(
+                f"the merge was made with `max_drift` {state.get('max_drift')}, not {self.max_drift}; use the same, in "
+                "a stream or in Python, where the model is run (`safemerge fold` runs none)."
             )
         checkpoint = open_checkpoint(weights)
         names = match_names(self.plan.parameters, checkpoint, self.pretrained)
@@ -509,12 +536,20 @@ class ContinualMerger:
             return read
         return lambda name: scale_vector(self.pretrained[name], read(name), scale)
 
-    def _measure(self, staged: Mapping[str, Tensor]) -> tuple[float | None, float]:
-        """Response of what is staged, and the scale that keeps the bound; no passes where nothing is bounded."""
-        if self.max_response is None:
-            return None, 1.0
+    def _measure(self, staged: Mapping[str, Tensor]) -> tuple[float | None, float, float | None]:
+        """Response of what is staged, the scale that keeps the bounds, and its drift; nothing where none is."""
+        if self.max_response is None and self.max_drift is None:
+            return None, 1.0, None
         response = self._respond(staged.__getitem__)
-        return response, bounded_scale(response, self.max_response)
+        scale = bounded_scale(response, self.max_response)
+        gauge = self.gauge
+        if self.max_drift is None or gauge is None:
+            return response, scale, None
+
+        def drift_at(scale: float) -> float:
+            return gauge(LazyTensors(self.plan.parameters, self._deploy(staged.__getitem__, scale)))
+
+        return response, *limit_drift(drift_at, self.max_drift, scale)
 
     def _respond(self, read: Callable[[str], Tensor]) -> float:
         """Response of what is read, with the whole accumulated vector in it."""

@@ -39,6 +39,7 @@ def describe_stream(
         data = trainer.datamodule  # type: ignore[attr-defined]
         tasks, controls, seed = data.stream.names, data.controls, data.stream.order_seed
     bound = None if merger is None else merger.max_response
+    max_drift = getattr(merger, "max_drift", None)
     found: dict[str, dict[str, Any]] = {"references": {}, "compared": {}}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if getattr(callback, "heading", None) in found:
@@ -48,8 +49,12 @@ def describe_stream(
         "controls": list(controls),
         "order_seed": seed,
         "method": {
-            "name": name_with_bound(method, bound),
-            "settings": {**method.settings(), **({} if bound is None else {"max_response": bound})},
+            "name": name_with_bound(method, bound, max_drift),
+            "settings": {
+                **method.settings(),
+                **({} if bound is None else {"max_response": bound}),
+                **({} if max_drift is None else {"max_drift": max_drift}),
+            },
         },
         **found,
     }

@@ -9,13 +9,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safemerge_pl.callbacks.drift import DriftMonitor
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.callbacks.progress import show_scoring
-from safemerge_pl.folding.bound import MaxResponse, choose_bound, name_with_bound
+from safemerge_pl.folding.bound import MaxResponse, choose_bound, name_with_bound, require_drift_bound
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.functional import SCORES
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.scoring.drift import gauge_of
 from safemerge_pl.scoring.rows import score_row
 from safemerge_pl.scoring.weights import swapped_weights
 
@@ -30,7 +31,8 @@ class ComparedMethod:
         method: how it merges.
         max_response: bound on the response of what it merges, as of
             :class:`~safemerge_pl.callbacks.MergeCallback`.
-        label: heading of its column; the method's name and its bound if left out.
+        label: heading of its column; the method's name and its bounds if left out.
+        max_drift: bound on the drift, likewise.
 
     Example:
         >>> from safemerge_pl.methods import SafeShare, TaskArithmetic
@@ -41,9 +43,12 @@ class ComparedMethod:
     method: MergeMethod
     max_response: MaxResponse = "auto"
     label: str = ""
+    max_drift: float | None = None
 
     def __post_init__(self) -> None:
-        self.label = self.label or name_with_bound(self.method, choose_bound(self.method, self.max_response))
+        require_drift_bound(self.max_drift)
+        bound = choose_bound(self.method, self.max_response)
+        self.label = self.label or name_with_bound(self.method, bound, self.max_drift)
 
 
 class MethodComparison(L.Callback):
@@ -106,6 +111,10 @@ class MethodComparison(L.Callback):
     ) -> dict[str, Any]:
         assert merge.merger is not None
         assert pl_module.scorer is not None
+        bounds: dict[str, Any] = {"max_response": entry.max_response, "max_drift": entry.max_drift}
+        if entry.max_drift is not None:
+            gauge = gauge_of(pl_module.backbone, merge.target(pl_module), merge.merger.pretrained)
+            bounds["gauge"] = None if gauge is None else gauge.measure
         try:
             merger = ContinualMerger(
                 merge.merger.pretrained,
@@ -113,7 +122,7 @@ class MethodComparison(L.Callback):
                 layers=merge.layers,
                 device=merge.merger.device,
                 on_mismatch=merge.on_mismatch,
-                max_response=entry.max_response,
+                **bounds,
             )
             merger.processes = Processes(shared=trainer.world_size > 1)
             merger.progress = merge.merger.progress

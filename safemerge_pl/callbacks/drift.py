@@ -8,9 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
-from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.scoring.drift import DriftGauge
-from safemerge_pl.scoring.weights import swapped_weights
+from safemerge_pl.scoring.drift import DriftGauge, gauge_of
 
 __all__ = ["DriftMonitor"]
 
@@ -52,19 +50,15 @@ class DriftMonitor(L.Callback):
         merge = MergeCallback.of(trainer)
         if merge is None:
             raise MisconfigurationException("DriftMonitor has nothing to look at: the trainer has no MergeCallback.")
-        inputs = pl_module.backbone.noise(self.count) if isinstance(pl_module, ContinualMergeModule) else None
-        if inputs is None:
+        merge.ready(trainer, pl_module)
+        assert merge.merger is not None
+        backbone, pretrained = getattr(pl_module, "backbone", None), merge.merger.pretrained
+        self._gauge = gauge_of(backbone, merge.target(pl_module), pretrained, self.count)  # a resumed run holds a merge
+        if self._gauge is None:
             raise MisconfigurationException(
                 "DriftMonitor does not know what noise this model takes: give your backbone a method `noise`, or "
                 "measure it with `safemerge_pl.scoring.DriftGauge` in your own loop."
             )
-        merge.ready(trainer, pl_module)
-        assert merge.merger is not None
-        assert isinstance(pl_module, ContinualMergeModule)
-        tower, base = merge.target(pl_module), merge.merger.pretrained
-        here = [name for name in tower.state_dict() if name in base]
-        with swapped_weights(tower, {name: base[name] for name in here}):  # a resumed run holds merged weights
-            self._gauge = DriftGauge(pl_module.backbone, inputs, tower=tower, features=pl_module.backbone.features)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the merge that is about to be scored."""

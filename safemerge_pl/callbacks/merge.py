@@ -66,6 +66,8 @@ class MergeCallback(L.Callback):
         max_response: bounds how strongly the pretrained matrices read what is merged, and so protects what the
             pretrained model knows; 0.015 is a careful value, 0.035 a fair one. ``"auto"`` takes the method's own,
             ``None`` bounds nothing.
+        max_drift: bounds how far the model's features of noise move, which tells what general knowledge was lost
+            whatever was merged; 0.01 is a careful value. For streams of checkpoints on one process.
         **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Raises:
@@ -83,17 +85,20 @@ class MergeCallback(L.Callback):
         device: str = "auto",
         on_mismatch: Mismatch = "error",
         max_response: MaxResponse = "auto",
+        max_drift: float | None = None,
         **live: Unpack[LiveOptions],
     ) -> None:
         super().__init__()
         refuse_unknown(live, _options_of(type(self)), f"{type(self).__name__} has no option")
         method = SafeMerge() if method is None else method
-        self.part = MergePart(method, layers, module_attr, device, on_mismatch, max_response)
+        self.part = MergePart(method, layers, module_attr, device, on_mismatch, max_response, max_drift)
         self._restored: dict[str, Any] | None = None
         self._starting = StartingWeights(self.part)
         self._is_ready, self._steps = False, 0
         if live and experts != "zoo":
             raise ValueError("give `experts` (checkpoints) or `epochs_per_task`/`boundary` (training), not both.")
+        if live and max_drift is not None:
+            raise ValueError("`max_drift` is for streams of checkpoints; in a training loop bound by `max_response`.")
         self.files = FromFiles(self.part, experts, on_fold=log_fold)
         self.live = Live(self.part, live, on_fold=log_fold, on_scores=self.log_scores) if live else None
         self._mode: FromFiles | Live = self.live or self.files

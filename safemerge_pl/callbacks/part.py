@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from safemerge_pl.checkpoints.differences import Mismatch
-from safemerge_pl.folding.bound import MaxResponse, choose_bound
+from safemerge_pl.folding.bound import MaxResponse, choose_bound, require_drift_bound
 from safemerge_pl.methods import MergeMethod
 
 __all__ = ["MergePart", "require_started"]
@@ -31,6 +31,7 @@ class MergePart:
         device: where the arithmetic runs, ``"auto"`` for the module's device.
         on_mismatch: what to do with a model of another image size or vocabulary.
         max_response: bound on the response of what is merged, ``"auto"`` for the method's own, ``None`` for none.
+        max_drift: bound on the drift of features of noise; ``None`` for none.
 
     Example:
         >>> from safemerge_pl.methods import SafeMerge
@@ -46,9 +47,11 @@ class MergePart:
     device: str = "auto"
     on_mismatch: Mismatch = "error"
     max_response: MaxResponse = "auto"
+    max_drift: float | None = None
 
     def __post_init__(self) -> None:
         choose_bound(self.method, self.max_response)  # a bad one is refused now, not at the start of `fit`
+        require_drift_bound(self.max_drift)
 
     def target(self, module: L.LightningModule) -> nn.Module:
         """The sub-module that is merged.

@@ -35,6 +35,7 @@ class SAFEMergeCallback(MergeCallback):
         device: see :class:`MergeCallback`.
         on_mismatch: see :class:`MergeCallback`.
         max_response: see :class:`MergeCallback`; SAFE-Merge itself has no bound, as in the paper.
+        max_drift: see :class:`MergeCallback`.
         **live: merge what the loop trains, see :class:`LiveOptions`.
 
     Example:
@@ -65,6 +66,7 @@ class SAFEMergeCallback(MergeCallback):
         device: str = "auto",
         on_mismatch: Mismatch = "error",
         max_response: MaxResponse = "auto",
+        max_drift: float | None = None,
         **live: Unpack[LiveOptions],
     ) -> None:
         if "method" in live:
@@ -84,4 +86,4 @@ class SAFEMergeCallback(MergeCallback):
             use_recovery=use_recovery,
             seed=seed,
         )
-        super().__init__(method, experts, layers, module_attr, device, on_mismatch, max_response, **live)
+        super().__init__(method, experts, layers, module_attr, device, on_mismatch, max_response, max_drift, **live)

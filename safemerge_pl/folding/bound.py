@@ -14,7 +14,18 @@ from safemerge_pl.maths.response import read_energy
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.runtime.cores import map_on_cores
 
-__all__ = ["MaxResponse", "choose_bound", "measure_response", "name_with_bound", "scale_vector"]
+__all__ = [
+    "Gauge",
+    "MaxResponse",
+    "choose_bound",
+    "measure_response",
+    "name_with_bound",
+    "require_drift_bound",
+    "scale_vector",
+]
+
+Gauge = Callable[[Mapping[str, Tensor]], float]
+"""Measures how far a model has moved with merged parameters, by name, in the place of the pretrained ones."""
 
 MaxResponse = float | Literal["auto"] | None
 """A bound, ``"auto"`` for the method's own, ``None`` for no bound."""
@@ -44,15 +55,36 @@ def choose_bound(method: MergeMethod, max_response: MaxResponse) -> float | None
     return float(max_response)
 
 
-def name_with_bound(method: MergeMethod, bound: float | None) -> str:
-    """Name a method in tables and figures, with its bound where there is one.
+def require_drift_bound(max_drift: float | None) -> None:
+    """Refuse a bound on the drift that is none.
+
+    Raises:
+        ValueError: unless it is a number above 0 and below 2, or ``None``.
+
+    Example:
+        >>> require_drift_bound(0.01)
+        >>> require_drift_bound(2)
+        Traceback (most recent call last):
+        ...
+        ValueError: `max_drift` must be a number above 0 and below 2, or None for no bound, got 2.
+    """
+    number = isinstance(max_drift, int | float) and not isinstance(max_drift, bool)
+    if max_drift is not None and (not number or not 0 < max_drift < 2):
+        raise ValueError(f"`max_drift` must be a number above 0 and below 2, or None for no bound, got {max_drift!r}.")
+
+
+def name_with_bound(method: MergeMethod, bound: float | None, max_drift: float | None = None) -> str:
+    """Name a method in tables and figures, with its bounds where there are any.
 
     Example:
         >>> from safemerge_pl.methods import SafeShare
         >>> name_with_bound(SafeShare(), 0.035), name_with_bound(SafeShare(), None)
         ('SAFE-Share, bound 0.035', 'SAFE-Share')
+        >>> name_with_bound(SafeShare(), None, 0.01)
+        'SAFE-Share, drift at most 1 %'
     """
-    return method.label if bound is None else f"{method.label}, bound {bound:g}"
+    name = method.label if bound is None else f"{method.label}, bound {bound:g}"
+    return name if max_drift is None else f"{name}, drift at most {100 * max_drift:g} %"
 
 
 def measure_response(

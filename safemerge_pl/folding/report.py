@@ -72,6 +72,7 @@ class FoldReport:
         version: of this package.
         response: of the accumulated vector, before it was scaled; ``None`` where nothing bounds it.
         scale: share of the accumulated vector that is deployed.
+        drift: of the merge as deployed, where a bound on it holds.
         shares: what became of the squared task vector, by group of tensors; empty in a report of an earlier version,
             and where nothing was changed.
         leading: share of the change that lies in the pretrained model's leading directions, see
@@ -96,6 +97,7 @@ class FoldReport:
     version: str | None = field(default=None, compare=False)
     response: float | None = None
     scale: float = 1.0
+    drift: float | None = None
     shares: tuple[GroupShares, ...] = ()
     leading: float | None = None
 

@@ -1,12 +1,18 @@
-"""How strongly pretrained matrices read an update: the measure that the response bound limits."""
+"""How strongly pretrained matrices read an update, and how much of it the bounds on response and drift deploy."""
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["bounded_scale", "read_energy"]
+__all__ = ["bounded_scale", "limit_drift", "read_energy"]
 
 _STEPS = 2**20
 """Scales are multiples of one over this, so that a last bit of a sum does not show in every weight."""
+
+_TRIALS = 20
+"""Factors that :func:`limit_drift` tries at most."""
 
 
 def read_energy(update: Tensor, pretrained: Tensor) -> Tensor:
@@ -50,4 +56,54 @@ def bounded_scale(response: float, max_response: float | None) -> float:
     """
     if max_response is None or response <= max_response:
         return 1.0
-    return int(_STEPS * max_response / response) / _STEPS
+    return _round_down(max_response / response)
+
+
+def limit_drift(drift_at: Callable[[float], float], max_drift: float, scale: float) -> tuple[float, float]:
+    """Find a factor of the accumulated vector with which the model drifts no further than asked.
+
+    Drift grows about with the square of the factor, at first; from then on with the power that it had between the last
+    two trials. So few trials are needed.
+
+    Args:
+        drift_at: measures the drift at a factor; 0 at 0.
+        max_drift: above 0.
+        scale: the largest factor, in [0, 1].
+
+    Returns:
+        A factor, a multiple of :math:`2^{-20}`, and its drift, which is at most ``max_drift`` and more than nine tenths
+        of it if the factor is below ``scale`` and drift does not jump.
+
+    Raises:
+        ArithmeticError: if a drift is NaN.
+
+    Example:
+        >>> factor, drift = limit_drift(lambda factor: 0.5 * factor**2, 0.02, 1.0)
+        >>> round(factor, 2), 0.018 < drift <= 0.02
+        (0.2, True)
+    """
+    low, reached, high, beyond, power = 0.0, 0.0, scale, drift_at(scale), 2.0
+    if beyond <= max_drift:
+        return scale, beyond
+    for _ in range(_TRIALS):
+        if math.isnan(beyond):
+            raise ArithmeticError("the features of noise are not finite: the merged model is broken")
+        trial = _round_down(high * (0.96 * max_drift / beyond) ** (1 / power))
+        if not low < trial < high:
+            trial = _round_down((low + high) / 2)
+        if trial in (low, high):  # nothing lies between
+            break
+        drift = drift_at(trial)
+        if drift and drift != beyond:
+            power = max(0.1, math.log(beyond / drift) / math.log(high / trial))
+        if drift <= max_drift:
+            low, reached = trial, drift
+            if drift > 0.9 * max_drift:
+                break
+        else:
+            high, beyond = trial, drift
+    return low, reached
+
+
+def _round_down(scale: float) -> float:
+    return int(_STEPS * scale) / _STEPS

@@ -32,6 +32,7 @@ def ledger_line(report: FoldReport, method: str, settings: dict[str, Any]) -> st
         "settings": settings,
         "kept_fraction": report.kept_fraction,
         **({} if report.response is None else {"response": report.response, "scale": report.scale}),
+        **({} if report.drift is None else {"drift": report.drift}),
         **({"shares": [asdict(group) for group in report.shares]} if report.shares else {}),
         **({} if report.leading is None else {"leading": report.leading}),
         "loss_first": report.losses[0] if report.losses else None,

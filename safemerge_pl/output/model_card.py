@@ -112,12 +112,15 @@ def _shares(state: MergeState) -> list[str]:
 def _bound(state: MergeState) -> list[str]:
     """How much of the accumulated vector is deployed, where it is bounded."""
     bound, last = state.values.get("max_response"), state.reports[-1] if state.reports else None
-    if bound is None or last is None or last.response is None:
+    max_drift = state.values.get("max_drift")
+    if last is None or last.response is None:
         return []
-    return [
-        f"- bound: response at most {bound:g}; unscaled it is {last.response:.4g}, so {last.scale:.1%} of the "
-        "accumulated vector is deployed"
-    ]
+    asked = [] if bound is None else [f"response at most {bound:g}; unscaled it is {last.response:.4g}"]
+    if max_drift is not None and last.drift is not None:
+        asked.append(f"drift of features of noise at most {max_drift:.2%}; it is {last.drift:.2%}")
+    if not asked:
+        return []
+    return [f"- bound: {', and '.join(asked)}, so {last.scale:.1%} of the accumulated vector is deployed"]
 
 
 def _cell(text: str) -> str:

@@ -10,10 +10,11 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from safemerge_pl.backbones.base import Backbone
 from safemerge_pl.runtime.modes import evaluating
 from safemerge_pl.scoring.weights import swapped_weights
 
-__all__ = ["DriftGauge", "feature_drift"]
+__all__ = ["DriftGauge", "feature_drift", "gauge_of"]
 
 _OUTPUTS = ("image_embeds", "text_embeds", "pooler_output", "logits", "last_hidden_state")
 """Which entry of an output that is no tensor holds the features, the first that is there."""
@@ -136,6 +137,25 @@ class DriftGauge:
                 output = self._features(part)
                 found.append(_features_in(output).flatten(1).float().cpu())
         return torch.cat(found)
+
+
+def gauge_of(
+    backbone: object, tower: nn.Module, pretrained: Mapping[str, Tensor] | None = None, count: int = 256
+) -> DriftGauge | None:
+    """Make a gauge of a backbone that knows what noise it takes; ``None`` for anything else.
+
+    Args:
+        backbone: the model.
+        tower: the part of it that is merged.
+        pretrained: weights of the tower, where it holds others now.
+        count: inputs of noise.
+    """
+    inputs = backbone.noise(count) if isinstance(backbone, Backbone) else None
+    if not isinstance(backbone, Backbone) or inputs is None:
+        return None
+    here = {} if pretrained is None else {name: pretrained[name] for name in tower.state_dict() if name in pretrained}
+    with swapped_weights(tower, here):
+        return DriftGauge(backbone, inputs, tower=tower, features=backbone.features)
 
 
 def _first(inputs: Any) -> Tensor:

@@ -19,7 +19,7 @@ from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.functional import summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.runtime.memory import PeakMemory
-from safemerge_pl.scoring.drift import DriftGauge
+from safemerge_pl.scoring.drift import DriftGauge, gauge_of
 from safemerge_pl.scoring.rows import Row, measure_references
 from safemerge_pl.scoring.scorer import Scorer
 from safemerge_pl.scoring.weights import swapped_weights
@@ -43,9 +43,6 @@ class References:
     wanted: tuple[str, ...]
     known: Mapping[str, Row]
 
-
-_NOISE = 256
-"""Inputs of noise that the drift of each cell's last merge is measured with."""
 
 Job = Cell | References
 """What is measured in one piece, and kept when it is done."""
@@ -104,10 +101,7 @@ class Bench:
             device = automatic if self.device == "auto" else self.device
             self.backbone.to(own_gpu() if device == "cuda" else device)
             self._scorers = {name: Scorer(self.backbone, data) for name, data in self.streams.items()}
-            noise = self.backbone.noise(_NOISE)
-            if noise is not None:
-                features = self.backbone.features
-                self._gauge = DriftGauge(self.backbone, noise, tower=self._tower(), features=features)
+            self._gauge = gauge_of(self.backbone, self._tower())
         return self._measure_cell(job) if isinstance(job, Cell) else self._measure_references(job, on_line)
 
     def _measure_cell(self, cell: Cell) -> dict[str, Any]:
@@ -117,7 +111,9 @@ class Bench:
         order = TaskStream(list(data.stream), cell.order)
         tower = self._tower()
         device = next(tower.parameters()).device
-        merger = ContinualMerger(tower, cell.method, device=device, max_response=cell.max_response)
+        gauge = None if self._gauge is None else self._gauge.measure
+        bounds: dict[str, Any] = {"max_response": cell.max_response, "max_drift": cell.max_drift, "gauge": gauge}
+        merger = ContinualMerger(tower, cell.method, device=device, **bounds)
         when_merged: dict[str, float] = {}
         drift: float | None = None
         last: dict[str, float] = {}

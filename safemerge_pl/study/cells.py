@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from safemerge_pl.folding.bound import MaxResponse, choose_bound
+from safemerge_pl.folding.bound import MaxResponse, choose_bound, require_drift_bound
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.runtime.names import did_you_mean
 
@@ -22,9 +22,11 @@ class StudyRow:
     Args:
         label: name in tables and figures.
         method: the method with its fixed settings.
-        vary: values of settings; every combination is measured. ``max_response`` may be among them, as in ``at``.
+        vary: values of settings; every combination is measured. ``max_response`` and
+            ``max_drift`` may be among them, as in ``at``.
         at: settings that differ by stream: name of the stream -> setting -> value.
         max_response: bound on the response of what is merged, see :class:`~safemerge_pl.merger.ContinualMerger`.
+        max_drift: bound on the drift, likewise.
     """
 
     label: str
@@ -32,15 +34,16 @@ class StudyRow:
     vary: dict[str, list[Any]] = field(default_factory=dict)
     at: dict[str, dict[str, Any]] = field(default_factory=dict)
     max_response: MaxResponse = "auto"
+    max_drift: float | None = None
 
-    def methods(self, stream: str) -> Iterator[tuple[dict[str, Any], MergeMethod, float | None]]:
-        """Varied settings, the method with them, fresh each time, and the bound that holds for it.
+    def methods(self, stream: str) -> Iterator[tuple[dict[str, Any], MergeMethod, float | None, float | None]]:
+        """Varied settings, the method with them, fresh each time, and the bounds on response and drift.
 
         Raises:
             MisconfigurationException: if the method has no such setting, or refuses a value.
         """
         grid = [each if isinstance(each, (list, tuple)) else [each] for each in self.vary.values()]
-        settings = [*self.method.settings(), "max_response"]
+        settings = [*self.method.settings(), "max_response", "max_drift"]
         for name in (*self.vary, *(name for given in self.at.values() for name in given)):
             if name not in settings:
                 raise MisconfigurationException(
@@ -52,8 +55,10 @@ class StudyRow:
             changes = {**self.at.get(stream, {}), **varied}
             try:
                 bound: MaxResponse = changes.pop("max_response", self.max_response)
+                max_drift: float | None = changes.pop("max_drift", self.max_drift)
+                require_drift_bound(max_drift)
                 method: MergeMethod = dataclasses.replace(self.method, **changes)  # type: ignore[type-var]
-                yield varied, method, choose_bound(method, bound)
+                yield varied, method, choose_bound(method, bound), max_drift
             except (TypeError, ValueError) as error:
                 raise MisconfigurationException(f"row '{self.label}': {error}") from error
 
@@ -68,9 +73,10 @@ class Cell:
     varied: dict[str, Any]
     method: MergeMethod
     max_response: float | None = None
+    max_drift: float | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the method, and the bound where there is one; results without keep the names of their files."""
-        bound = {} if self.max_response is None else {"max_response": self.max_response}
-        return {**self.method.settings(), **bound}
+        """Settings of the method, and the bounds where there are any; results without keep the names of their files."""
+        bounds = {"max_response": self.max_response, "max_drift": self.max_drift}
+        return {**self.method.settings(), **{name: bound for name, bound in bounds.items() if bound is not None}}

@@ -104,11 +104,11 @@ class Study:
     def cells(self) -> list[Cell]:
         """Every cell, stream by stream and order by order: an interrupted study has whole orders."""
         return [
-            Cell(row.label, stream, order, varied, method, bound)
+            Cell(row.label, stream, order, varied, method, bound, max_drift)
             for stream in self.streams
             for order in self.orders
             for row in self.rows
-            for varied, method, bound in row.methods(stream)
+            for varied, method, bound, max_drift in row.methods(stream)
         ]
 
     def run(self) -> None:

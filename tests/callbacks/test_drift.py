@@ -12,10 +12,11 @@ from event_files import scalars
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import TensorBoardLogger
-from small import TASKS
+from small import TASKS, tower
 
 from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.callbacks import ComparedMethod, DriftMonitor, MethodComparison, StreamReport
+from safemerge_pl.checkpoints.open import CheckpointError
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
@@ -102,3 +103,66 @@ def test_validation_alone_measures_nothing(
     trainer.validate(module, small_data(), verbose=False)
     assert monitor.drifts == []
     assert torch.equal(torch.tensor(monitor.state_dict()["drifts"]), torch.tensor([]))
+
+
+BOUND = 2e-3
+
+
+def test_a_bound_on_the_drift_holds_after_every_merge_and_a_resume(
+    small_data: Make, make_trainer: Make, merge_callback: Make, tmp_path: Path
+) -> None:
+    """The same merge for the same bound, in one run or two; saved, and not continued without it."""
+    module, merge = ContinualMergeModule(), merge_callback(max_drift=BOUND)
+    monitor, report = DriftMonitor(), StreamReport()
+    compare = MethodComparison([ComparedMethod(TaskArithmetic(), max_drift=BOUND)])
+    make_trainer(merge, monitor, compare, report).fit(module, small_data())
+    assert [fold.drift for fold in merge.reports] == monitor.drifts
+    assert all(drift <= BOUND for drift in monitor.drifts)
+    bounded = [fold.drift for fold in merge.reports if fold.scale < 1]
+    assert len(bounded) >= 2
+    assert all(drift > 0.9 * BOUND for drift in bounded)
+    row = compare.rows["Task Arithmetic, drift at most 0.2 %"]
+    assert 0.9 * BOUND < row["drift"] <= BOUND
+    assert report.content(module.trainer)["method"]["name"] == "SAFE-Merge, drift at most 0.2 %"
+
+    begun, first = ContinualMergeModule(), make_trainer(merge_callback(max_drift=BOUND), max_epochs=2)
+    first.fit(begun, small_data())
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    resumed, again = ContinualMergeModule(), merge_callback(max_drift=BOUND)
+    make_trainer(again).fit(resumed, small_data(), ckpt_path=tmp_path / "two.ckpt")
+    assert [fold.merged for fold in again.reports] == [fold.merged for fold in merge.reports]
+    whole, parts = tower(module), tower(resumed)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    with pytest.raises(MisconfigurationException, match=r"`max_drift` 0\.002, not None"):
+        make_trainer(merge_callback()).fit(ContinualMergeModule(), small_data(), ckpt_path=tmp_path / "two.ckpt")
+
+    assert isinstance(merge.merger, ContinualMerger)
+    folder = merge.merger.save(tmp_path / "out", template=FILES / "model")
+    assert "drift of features of noise at most 0.20%" in (folder / "README.md").read_text()
+    with pytest.raises(CheckpointError, match="`safemerge fold` runs none"):
+        ContinualMerger.load(folder, FILES / "model")
+    backbone = CLIPBackbone("zoo")
+    backbone.load()
+    gauge = DriftGauge(backbone, backbone.noise(256), tower=backbone.vision_model)
+    loaded = ContinualMerger.load(folder, backbone.vision_model, max_drift=BOUND, gauge=gauge.measure)
+    assert gauge.measure(loaded.merged_parameters()) == monitor.drifts[-1]
+
+
+def test_bounds_that_cannot_hold_are_refused(
+    module: ContinualMergeModule,
+    small_data: Make,
+    make_trainer: Make,
+    merge_callback: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for bad in (0, -1.0, 2.0, float("nan"), float("inf"), True, "much"):
+        with pytest.raises(ValueError, match="`max_drift` must be a number"):
+            merge_callback(max_drift=bad)
+    with pytest.raises(ValueError, match="for streams of checkpoints"):
+        merge_callback(max_drift=BOUND, epochs_per_task=1)
+    with pytest.raises(ValueError, match="needs a `gauge`"):
+        ContinualMerger(FILES / "model", max_drift=BOUND)
+    monkeypatch.setattr(CLIPBackbone, "noise", lambda self, count: None)
+    with pytest.raises(MisconfigurationException, match="what noise this model takes"):
+        make_trainer(merge_callback(max_drift=BOUND)).fit(module, small_data())
+    assert module.merged_tasks == []

@@ -7,7 +7,7 @@ import torch
 from reference import response
 from tiny import randn
 
-from safemerge_pl.maths.response import bounded_scale, read_energy
+from safemerge_pl.maths.response import bounded_scale, limit_drift, read_energy
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (16, 8), (6, 12)])
@@ -43,3 +43,29 @@ def test_the_bound_holds_to_the_last_bit(response_: float) -> None:
 def test_below_the_bound_nothing_is_scaled(response_: float) -> None:
     assert bounded_scale(response_, 0.035) == 1.0
     assert bounded_scale(1e9, None) == 1.0
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 2.6, 4.0])
+@pytest.mark.parametrize("bound", [1e-6, 0.01, 0.4])
+def test_a_drift_of_any_power_is_met_in_a_few_trials(power: float, bound: float) -> None:
+    trials: list[float] = []
+
+    def drift_at(scale: float) -> float:
+        trials.append(scale)
+        return 0.9 * scale**power / (1 + scale)  # it flattens
+
+    scale, drift = limit_drift(drift_at, bound, 1.0)
+    assert drift == drift_at(scale) <= bound
+    coarse = scale * 2**20 < 50  # there the scale's steps are
+    assert drift > 0.9 * bound or coarse
+    assert len(trials) <= (21 if coarse else 8)
+    assert scale * 2**20 == int(scale * 2**20)
+
+
+def test_a_drift_that_jumps_or_stays_or_is_nan() -> None:
+    assert limit_drift(lambda scale: 0.005, 0.01, 0.7) == (0.7, 0.005)
+    scale, drift = limit_drift(lambda scale: 0.001 if scale < 0.3 else 1.0, 0.01, 1.0)
+    assert (round(scale, 3), drift) == (0.3, 0.001)
+    assert limit_drift(lambda scale: 1.0 if scale else 0.0, 0.01, 1.0) == (0.0, 0.0)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        limit_drift(lambda scale: float("nan"), 0.01, 1.0)

@@ -63,12 +63,12 @@ def test_a_study_from_start_to_table(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_bound_is_varied_like_a_setting_of_the_method() -> None:
     row = StudyRow("a", TaskArithmetic(), vary={"max_response": [None, 0.02]}, at={"long": {"scaling": 0.1}})
-    assert [(varied, bound) for varied, _, bound in row.methods("short")] == [
+    assert [(varied, bound) for varied, _, bound, _ in row.methods("short")] == [
         ({"max_response": None}, None),
         ({"max_response": 0.02}, 0.02),
     ]
     by_stream = StudyRow("b", TaskArithmetic(), at={"long": {"max_response": 0.05}}, max_response=0.02)
-    assert [[bound for *_, bound in by_stream.methods(stream)] for stream in ("short", "long")] == [[0.02], [0.05]]
+    assert [[bound for *_, bound, _ in by_stream.methods(stream)] for stream in ("short", "long")] == [[0.02], [0.05]]
 
 
 def test_a_method_that_does_not_fit_the_model_is_refused_before_the_first_cell(tmp_path: Path) -> None:
