@@ -264,6 +264,7 @@ def _say_what_was_done(merger: ContinualMerger, options: dict[str, Any], seconds
         for line in (*lines, *(f"note: {note}" for note in report.notes)):
             print(fit_line(line))
     tasks = count_of(len(merger.tasks), "task")
-    print(fit_line(f"merged model: {options['output']}, {tasks}, SHA-256 {report.merged}, {seconds:.1f} s"))
+    # one line however narrow the terminal is: what programs look for
+    print(f"merged model: {options['output']}, {tasks}, SHA-256 {report.merged}, {seconds:.1f} s")
     if options["push_to_hub"]:
         print(f"on the hub: {options['push_to_hub']}, private unless it was public before")

@@ -138,6 +138,7 @@ class FoldReport:
             ValueError: if an entry is of another kind than it was; others for entries that are missing.
         """
         _require_kinds(values, _KINDS)
+        _require_kinds(values, {name: kind for name, kind in _LATER_KINDS.items() if name in values})
         for layer in values["layers"]:
             _require_kinds(layer, _LAYER_KINDS)
         _require_kinds(dict(enumerate(values["losses"])), dict.fromkeys(range(len(values["losses"])), _NUMBER))
@@ -169,6 +170,12 @@ _KINDS: dict[Any, tuple[type, ...]] = {
     "index": (int,),
     **dict.fromkeys(("seconds", "solve_seconds", "kept_fraction"), _NUMBER),
 }
+_LATER_KINDS: dict[Any, tuple[type, ...]] = {
+    **dict.fromkeys(("path", "revision", "time", "version"), (str, type(None))),
+    **dict.fromkeys(("response", "drift", "leading"), (*_NUMBER, type(None))),
+    "scale": _NUMBER,
+}
+"""Entries that reports of earlier versions lack."""
 _LAYER_KINDS: dict[Any, tuple[type, ...]] = {
     "layer": (str,),
     **dict.fromkeys(("kept_fraction", "task_norm", "update_norm"), _NUMBER),

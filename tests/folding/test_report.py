@@ -46,6 +46,17 @@ def test_a_report_survives_strict_json() -> None:
     assert 0 < report.kept_fraction < 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("path", 0), ("revision", ["a"]), ("response", "much"), ("drift", [0.1]), ("scale", None)]
+)
+def test_a_later_entry_of_another_kind_is_refused(name: str, value: object) -> None:
+    """Entries that earlier versions did not write may be missing, but not be anything."""
+    values = json.loads(json.dumps(asdict(folded(1).reports[0])))
+    assert FoldReport.from_dict({key: known for key, known in values.items() if key != name}).task == "task1"
+    with pytest.raises(ValueError, match=f"`{name}` is"):
+        FoldReport.from_dict({**values, name: value})
+
+
 def test_losses_are_summed_over_the_layers() -> None:
     report = folded(1, 2).reports[1]
     assert report.losses[0] == pytest.approx(sum(row.loss_first or 0 for row in report.layers))
