@@ -85,10 +85,11 @@ def last_row(
         row, scores = matrix.row(count), matrix.defined()
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     drifts: list[float] = next((callback.drifts for callback in callbacks if getattr(callback, "drifts", None)), [])
+    drift = drifts[-1] if drifts else merger.reports[-1].drift
     return {
         **{name: value for name, value in scores.items() if name not in row},
         "accuracies": dict(row),
-        **({"drift": drifts[-1]} if drifts else {}),
+        **({} if drift is None else {"drift": drift}),
     }
 
 

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
+from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.scoring.drift import DriftGauge, gauge_of
 
 __all__ = ["DriftMonitor"]
@@ -40,6 +41,12 @@ class DriftMonitor(L.Callback):
         """The monitor of a trainer, ``None`` if it has none."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return next((callback for callback in callbacks if isinstance(callback, DriftMonitor)), None)
+
+    @classmethod
+    def last(cls, trainer: L.Trainer, fold: FoldReport) -> float | None:
+        """The drift of the last merge, by a trainer's monitor or from the fold, where ``max_drift`` bounds it."""
+        monitor = cls.of(trainer)
+        return monitor.drifts[-1] if monitor is not None and monitor.drifts else fold.drift
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look at the pretrained model, before anything is merged.

@@ -83,8 +83,8 @@ class StreamProgress(ProgressBar):
             report = merge.reports[-1]
             own = f"acc {100 * scores[report.task]:5.1f}  " if report.task in scores else ""
             stream = "  ".join(f"{key} {100 * scores[key]:.1f}" for key in SCORES if key in scores)
-            monitor = DriftMonitor.of(trainer)
-            stream += f"  drift {100 * monitor.drifts[-1]:.1f}" if monitor is not None and monitor.drifts else ""
+            drift = DriftMonitor.last(trainer, report)
+            stream += "" if drift is None else f"  drift {100 * drift:.1f}"
             width = max(len(task) for task in merge.sources)
             seconds = f"(fold {_seconds(report.seconds)}, score {_seconds(time.perf_counter() - self._start)})"
             seconds = seconds.replace(" ", "\xa0")  # it stands in one line

@@ -76,7 +76,7 @@ class StreamReport(L.Callback):
 
     def _add(self, trainer: L.Trainer, merge: MergeCallback, scores: dict[str, float]) -> None:
         fold, scoring = merge.reports[-1], None if merge.live is None else merge.live.scores.seconds
-        monitor = DriftMonitor.of(trainer)
+        drift = DriftMonitor.last(trainer, fold)
         columns: dict[str, Any] = {key: scores[key] for key in SCORES if key in scores}
         row: dict[str, Any] = {
             "step": fold.index,
@@ -85,7 +85,7 @@ class StreamReport(L.Callback):
             "accuracies": {key: value for key, value in scores.items() if key not in SCORES},
             "kept_fraction": fold.kept_fraction,
             **({} if fold.response is None else {"response": fold.response, "scale": fold.scale}),
-            **({"drift": monitor.drifts[-1]} if monitor is not None and monitor.drifts else {}),
+            **({} if drift is None else {"drift": drift}),
             **({"shares": [asdict(group) for group in fold.shares]} if fold.shares else {}),
             **({} if fold.leading is None else {"leading": fold.leading}),
             "loss_first": fold.losses[0] if fold.losses else None,

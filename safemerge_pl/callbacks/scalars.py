@@ -24,6 +24,7 @@ FOLD_SCALARS: dict[str, Callable[[FoldReport], float | None]] = {
     "merge/update_norm": lambda report: sum(row.update_norm**2 for row in report.layers) ** 0.5,
     "merge/response": lambda report: report.response,
     "merge/scale": lambda report: None if report.response is None else report.scale,
+    "merge/drift": lambda report: report.drift,
     **{f"merge/share/{fate}": functools.partial(_share, fate=fate) for fate in FATES},
     "merge/leading": lambda report: report.leading,
     "merge/loss_first": lambda report: report.losses[0] if report.losses else None,

@@ -102,7 +102,7 @@ def _hash(tensors: Mapping[str, Tensor], layers: Mapping[str, MergeLayer]) -> st
 def _compare_weights(folder: Path, masters: Checkpoint, reports: list[FoldReport]) -> tuple[str, bool]:
     """The weights are the masters in their own format, or those with a part of the accumulated vector."""
     if reports and reports[-1].scale != 1.0:
-        return "a part of the accumulated vector; `safemerge fold --merged` compares them", True
+        return "a part of the accumulated vector, which whoever continues the merge compares", True
     weights = open_checkpoint(folder)
     try:
         names = match_names(list(masters), weights)

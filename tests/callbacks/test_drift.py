@@ -125,16 +125,20 @@ def test_a_bound_on_the_drift_holds_after_every_merge_and_a_resume(
     assert 0.9 * BOUND < row["drift"] <= BOUND
     assert report.content(module.trainer)["method"]["name"] == "SAFE-Merge, drift at most 0.2 %"
 
-    begun, first = ContinualMergeModule(), make_trainer(merge_callback(max_drift=BOUND), max_epochs=2)
+    begun, bound, alone = ContinualMergeModule(), merge_callback(max_drift=BOUND), StreamReport()
+    first = make_trainer(bound, alone, max_epochs=2)
     first.fit(begun, small_data())
+    assert [step["drift"] for step in alone.steps] == monitor.drifts[:2]  # known without a monitor, too
     first.save_checkpoint(tmp_path / "two.ckpt")
     resumed, again = ContinualMergeModule(), merge_callback(max_drift=BOUND)
-    make_trainer(again).fit(resumed, small_data(), ckpt_path=tmp_path / "two.ckpt")
+    make_trainer(again, StreamReport()).fit(resumed, small_data(), ckpt_path=tmp_path / "two.ckpt")
     assert [fold.merged for fold in again.reports] == [fold.merged for fold in merge.reports]
     whole, parts = tower(module), tower(resumed)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     with pytest.raises(MisconfigurationException, match=r"`max_drift` 0\.002, not None"):
-        make_trainer(merge_callback()).fit(ContinualMergeModule(), small_data(), ckpt_path=tmp_path / "two.ckpt")
+        make_trainer(merge_callback(), StreamReport()).fit(
+            ContinualMergeModule(), small_data(), ckpt_path=tmp_path / "two.ckpt"
+        )
 
     assert isinstance(merge.merger, ContinualMerger)
     folder = merge.merger.save(tmp_path / "out", template=FILES / "model")
