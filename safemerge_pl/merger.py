@@ -23,6 +23,7 @@ from safemerge_pl.checkpoints.values import require_dtype, require_finite
 from safemerge_pl.folding.bound import (
     Gauge,
     MaxResponse,
+    bound_settings,
     choose_bound,
     measure_response,
     require_drift_bound,
@@ -464,8 +465,7 @@ class ContinualMerger:
             "merged": self.fingerprint()  # of the masters
             if self.scale == 1.0
             else self._division.hash(self._current, self.processes.apart),
-            **({} if self.max_response is None else {"max_response": self.max_response}),
-            **({} if self.max_drift is None else {"max_drift": self.max_drift}),
+            **bound_settings(self.max_response, self.max_drift),
             "method": describe_method(self.method),
             "reports": [asdict(report) for report in self.reports],
         }
@@ -549,7 +549,10 @@ class ContinualMerger:
         def drift_at(scale: float) -> float:
             return gauge(LazyTensors(self.plan.parameters, self._deploy(staged.__getitem__, scale)))
 
-        return response, *limit_drift(drift_at, self.max_drift, scale)
+        try:
+            return response, *limit_drift(drift_at, self.max_drift, scale)
+        except ArithmeticError as error:
+            raise CheckpointError(f"the merge cannot be bounded: {error}.") from error
 
     def _respond(self, read: Callable[[str], Tensor]) -> float:
         """Response of what is read, with the whole accumulated vector in it."""

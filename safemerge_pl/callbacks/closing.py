@@ -5,7 +5,8 @@ from typing import Any
 import lightning as L
 
 from safemerge_pl.callbacks.live import Live
-from safemerge_pl.folding.bound import name_with_bound
+from safemerge_pl.folding.bound import bound_settings, name_with_bound
+from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
@@ -14,7 +15,7 @@ from safemerge_pl.reports.stream import Report
 from safemerge_pl.reports.tables import console_table
 from safemerge_pl.runtime.console import console_width, show
 
-__all__ = ["describe_stream", "last_row", "print_table"]
+__all__ = ["describe_stream", "last_drift", "last_row", "print_table"]
 
 
 def describe_stream(
@@ -39,7 +40,7 @@ def describe_stream(
         data = trainer.datamodule  # type: ignore[attr-defined]
         tasks, controls, seed = data.stream.names, data.controls, data.stream.order_seed
     bound = None if merger is None else merger.max_response
-    max_drift = getattr(merger, "max_drift", None)
+    max_drift = merger.max_drift if isinstance(merger, ContinualMerger) else None
     found: dict[str, dict[str, Any]] = {"references": {}, "compared": {}}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if getattr(callback, "heading", None) in found:
@@ -50,11 +51,7 @@ def describe_stream(
         "order_seed": seed,
         "method": {
             "name": name_with_bound(method, bound, max_drift),
-            "settings": {
-                **method.settings(),
-                **({} if bound is None else {"max_response": bound}),
-                **({} if max_drift is None else {"max_drift": max_drift}),
-            },
+            "settings": {**method.settings(), **bound_settings(bound, max_drift)},
         },
         **found,
     }
@@ -64,8 +61,6 @@ def last_row(
     trainer: L.Trainer, pl_module: L.LightningModule, merger: ContinualMerger | LiveMerger, live: Live | None
 ) -> dict[str, Any]:
     """Scores after the last merge, as a row of a report: shares in [0, 1]; empty if it was not scored.
-
-    A callback has measured drifts if it has a list of them, ``drifts``.
 
     Args:
         trainer: of the run.
@@ -83,14 +78,26 @@ def last_row(
         if not count or not isinstance(matrix, AccuracyMatrix) or matrix.steps != count:
             return {}
         row, scores = matrix.row(count), matrix.defined()
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    drifts: list[float] = next((callback.drifts for callback in callbacks if getattr(callback, "drifts", None)), [])
-    drift = drifts[-1] if drifts else merger.reports[-1].drift
+    drift = last_drift(trainer, merger.reports[-1])
     return {
         **{name: value for name, value in scores.items() if name not in row},
         "accuracies": dict(row),
         **({} if drift is None else {"drift": drift}),
     }
+
+
+def last_drift(trainer: L.Trainer, fold: FoldReport) -> float | None:
+    """The drift of the last merge: from its fold, where a bound on it holds, or as a callback has measured it.
+
+    A callback has measured drifts if it has a list of them, ``drifts``.
+
+    Args:
+        trainer: of the run.
+        fold: the last one.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    measured: list[float] = next((callback.drifts for callback in callbacks if getattr(callback, "drifts", None)), [])
+    return measured[-1] if fold.drift is None and measured else fold.drift
 
 
 def print_table(stream: Report, row: dict[str, Any], merged: int) -> None:

@@ -16,7 +16,7 @@ from safemerge_pl.functional import SCORES
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.module import ContinualMergeModule
-from safemerge_pl.scoring.drift import gauge_of
+from safemerge_pl.scoring.drift import gauge_of, require_gauge
 from safemerge_pl.scoring.rows import score_row
 from safemerge_pl.scoring.weights import swapped_weights
 
@@ -88,6 +88,8 @@ class MethodComparison(L.Callback):
         for entry in self.methods:
             try:
                 plan_merge(merge.merger.pretrained, entry.method, merge.layers)
+                if entry.max_drift is not None:
+                    require_gauge(pl_module.backbone, trainer.world_size)
             except ValueError as error:
                 raise _name(entry, error) from error
 
@@ -135,8 +137,9 @@ class MethodComparison(L.Callback):
             with show_scoring(trainer, pl_module.scorer, [*data.stream, *data.controls], entry.label):
                 row = score_row(pl_module.scorer)
             monitor = DriftMonitor.of(trainer)
-            if monitor is not None:
-                row["drift"] = monitor.measure()
+            drift = merger.reports[-1].drift if monitor is None else monitor.measure()
+            if drift is not None:
+                row["drift"] = drift
         bar = trainer.progress_bar_callback
         if bar is not None:
             scores = "  ".join(f"{key} {100 * row[key]:.1f}" for key in SCORES if key in row)

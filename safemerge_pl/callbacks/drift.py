@@ -8,7 +8,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.merge import MergeCallback
-from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.scoring.drift import DriftGauge, gauge_of
 
 __all__ = ["DriftMonitor"]
@@ -42,12 +41,6 @@ class DriftMonitor(L.Callback):
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return next((callback for callback in callbacks if isinstance(callback, DriftMonitor)), None)
 
-    @classmethod
-    def last(cls, trainer: L.Trainer, fold: FoldReport) -> float | None:
-        """The drift of the last merge, by a trainer's monitor or from the fold, where ``max_drift`` bounds it."""
-        monitor = cls.of(trainer)
-        return monitor.drifts[-1] if monitor is not None and monitor.drifts else fold.drift
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look at the pretrained model, before anything is merged.
 
@@ -57,6 +50,11 @@ class DriftMonitor(L.Callback):
         merge = MergeCallback.of(trainer)
         if merge is None:
             raise MisconfigurationException("DriftMonitor has nothing to look at: the trainer has no MergeCallback.")
+        if merge.live is not None:
+            raise MisconfigurationException(
+                "DriftMonitor is for streams of checkpoints; in a training loop measure what you like with "
+                "`safemerge_pl.scoring.DriftGauge`."
+            )
         merge.ready(trainer, pl_module)
         assert merge.merger is not None
         backbone, pretrained = getattr(pl_module, "backbone", None), merge.merger.pretrained
@@ -73,10 +71,11 @@ class DriftMonitor(L.Callback):
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or merge is None or not merge.tasks:
             return
         assert self._gauge is not None
-        drift = self._gauge.measure()
+        known = merge.reports[-1].drift  # where `max_drift` bounds it, and logged then
+        drift = self._gauge.measure() if known is None else known
         self.drifts = [*self.drifts[: len(merge.tasks) - 1], drift]
         trainer.callback_metrics["merge/drift"] = torch.tensor(drift)
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if known is None else ():
             logger.log_metrics({"merge/drift": drift}, step=len(merge.tasks))
 
     def measure(self) -> float:

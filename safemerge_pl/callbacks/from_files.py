@@ -15,7 +15,7 @@ from safemerge_pl.data.experts import Experts, find_experts
 from safemerge_pl.folding.reparametrised import refuse_computed
 from safemerge_pl.merger import ContinualMerger, FoldReport
 from safemerge_pl.metrics import AccuracyMatrix
-from safemerge_pl.scoring.drift import DriftGauge, gauge_of
+from safemerge_pl.scoring.drift import gauge_of, require_gauge
 
 __all__ = ["FromFiles"]
 
@@ -50,15 +50,16 @@ class FromFiles:
                 f"`max_epochs` is {epochs} but the stream has {len(self.sources)} tasks, one an epoch; set it to "
                 f"{len(self.sources)}, or less to stop early."
             )
-        if self.part.max_drift is not None and trainer.world_size > 1:
-            raise MisconfigurationException(
-                "`max_drift` holds on one process only; set `devices` to 1, or bound by `max_response`."
-            )
         if self.merger is None and not known:
             _require_unmerged(pl_module)
 
     def capture(self, trainer: L.Trainer, pl_module: L.LightningModule, *, resumed: bool) -> None:
         """Take the module's weights for the pretrained ones, once; check everything that is going to be merged."""
+        if self.part.max_drift is not None:
+            try:
+                require_gauge(getattr(pl_module, "backbone", None), trainer.world_size)
+            except ValueError as error:
+                raise MisconfigurationException(str(error)) from error
         if self.merger is None:  # at a second fit the module holds merged weights
             if not resumed:
                 _require_unmerged(pl_module)
@@ -139,6 +140,7 @@ class FromFiles:
 
     def _make(self, pl_module: L.LightningModule) -> ContinualMerger:
         part, target = self.part, self.part.target(pl_module)
+        gauge = None if part.max_drift is None else gauge_of(getattr(pl_module, "backbone", None), target)
         try:
             refuse_computed(target, part.method, part.layers)
             return ContinualMerger(
@@ -149,17 +151,10 @@ class FromFiles:
                 on_mismatch=part.on_mismatch,
                 max_response=part.max_response,
                 max_drift=part.max_drift,
-                gauge=None if part.max_drift is None else self._gauge(pl_module).measure,
+                gauge=None if gauge is None else gauge.measure,
             )
         except ValueError as error:
             raise MisconfigurationException(f"the pretrained model cannot be merged into: {error}") from error
-
-    def _gauge(self, pl_module: L.LightningModule) -> DriftGauge:
-        """What measures the drift from the weights that the module holds now."""
-        gauge = gauge_of(getattr(pl_module, "backbone", None), self.part.target(pl_module))
-        if gauge is None:
-            raise ValueError("`max_drift`: nobody knows what noise this model takes; give its backbone a `noise`")
-        return gauge
 
     def _settle(self, pl_module: L.LightningModule) -> None:
         """Before the first fold: take the weights again, if the module took up others when ``fit`` started."""

@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
-from safemerge_pl.callbacks.drift import DriftMonitor
+from safemerge_pl.callbacks.closing import last_drift
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
 from safemerge_pl.reports.tables import scores_table
@@ -83,7 +83,7 @@ class StreamProgress(ProgressBar):
             report = merge.reports[-1]
             own = f"acc {100 * scores[report.task]:5.1f}  " if report.task in scores else ""
             stream = "  ".join(f"{key} {100 * scores[key]:.1f}" for key in SCORES if key in scores)
-            drift = DriftMonitor.last(trainer, report)
+            drift = last_drift(trainer, report)
             stream += "" if drift is None else f"  drift {100 * drift:.1f}"
             width = max(len(task) for task in merge.sources)
             seconds = f"(fold {_seconds(report.seconds)}, score {_seconds(time.perf_counter() - self._start)})"

@@ -13,8 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from safemerge_pl.callbacks.board import finish_board, log_layout, log_matrix
-from safemerge_pl.callbacks.closing import describe_stream
-from safemerge_pl.callbacks.drift import DriftMonitor
+from safemerge_pl.callbacks.closing import describe_stream, last_drift
 from safemerge_pl.callbacks.merge import MergeCallback
 from safemerge_pl.functional import SCORES
 from safemerge_pl.module import ContinualMergeModule
@@ -76,7 +75,7 @@ class StreamReport(L.Callback):
 
     def _add(self, trainer: L.Trainer, merge: MergeCallback, scores: dict[str, float]) -> None:
         fold, scoring = merge.reports[-1], None if merge.live is None else merge.live.scores.seconds
-        drift = DriftMonitor.last(trainer, fold)
+        drift = last_drift(trainer, fold)
         columns: dict[str, Any] = {key: scores[key] for key in SCORES if key in scores}
         row: dict[str, Any] = {
             "step": fold.index,

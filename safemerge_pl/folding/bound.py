@@ -17,6 +17,7 @@ from safemerge_pl.runtime.cores import map_on_cores
 __all__ = [
     "Gauge",
     "MaxResponse",
+    "bound_settings",
     "choose_bound",
     "measure_response",
     "name_with_bound",
@@ -71,6 +72,17 @@ def require_drift_bound(max_drift: float | None) -> None:
     number = isinstance(max_drift, int | float) and not isinstance(max_drift, bool)
     if max_drift is not None and (not number or not 0 < max_drift < 2):
         raise ValueError(f"`max_drift` must be a number above 0 and below 2, or None for no bound, got {max_drift!r}.")
+
+
+def bound_settings(max_response: float | None, max_drift: float | None) -> dict[str, float]:
+    """The bounds that hold, by name.
+
+    Example:
+        >>> bound_settings(0.035, None)
+        {'max_response': 0.035}
+    """
+    bounds = {"max_response": max_response, "max_drift": max_drift}
+    return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 def name_with_bound(method: MergeMethod, bound: float | None, max_drift: float | None = None) -> str:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from safemerge_pl.backbones.base import Backbone
+from safemerge_pl.folding.bound import require_drift_bound
 from safemerge_pl.runtime.modes import evaluating
 from safemerge_pl.scoring.weights import swapped_weights
 
-__all__ = ["DriftGauge", "feature_drift", "gauge_of"]
+__all__ = ["DriftGauge", "feature_drift", "gauge_of", "require_gauge"]
 
 _OUTPUTS = ("image_embeds", "text_embeds", "pooler_output", "logits", "last_hidden_state")
 """Which entry of an output that is no tensor holds the features, the first that is there."""
@@ -114,8 +115,7 @@ class DriftGauge:
             >>> gauge.find_bound(lambda bound: {"weight": torch.full((1, 2), 1 + min(bound or 1.0, 1.0))}, 0.01)
             0.33
         """
-        if not 0 < max_drift < 2:
-            raise ValueError(f"`max_drift` must be above 0 and below 2, got {max_drift}.")
+        require_drift_bound(max_drift)
         if self.measure(parameters_at(None)) <= max_drift:
             return None
         place = bisect_right(_BOUNDS, max_drift, key=lambda bound: self.measure(parameters_at(bound)))
@@ -134,9 +134,8 @@ class DriftGauge:
                 part = move_data_to_device(_cut(self.inputs, slice(start, start + self.batch_size)), weight.device)
                 if isinstance(part, Tensor) and part.is_floating_point():
                     part = part.to(weight.dtype)  # of a model in half precision
-                output = self._features(part)
-                found.append(_features_in(output).flatten(1).float().cpu())
-        return torch.cat(found)
+                found.append(_features_in(self._features(part)).flatten(1).float())
+        return torch.cat(found).cpu()
 
 
 def gauge_of(
@@ -156,6 +155,22 @@ def gauge_of(
     here = {} if pretrained is None else {name: pretrained[name] for name in tower.state_dict() if name in pretrained}
     with swapped_weights(tower, here):
         return DriftGauge(backbone, inputs, tower=tower, features=backbone.features)
+
+
+def require_gauge(backbone: object, world_size: int = 1) -> None:
+    """Refuse a bound on the drift where it could not be measured.
+
+    Args:
+        backbone: loaded.
+        world_size: processes that fold together.
+
+    Raises:
+        ValueError: if there are several, or nobody knows what noise the model takes.
+    """
+    if world_size > 1:
+        raise ValueError("`max_drift` holds on one process only: use one device, or bound by `max_response`.")
+    if not isinstance(backbone, Backbone) or backbone.noise(1) is None:
+        raise ValueError("`max_drift`: nobody knows what noise this model takes; give its backbone a method `noise`.")
 
 
 def _first(inputs: Any) -> Tensor:

@@ -19,7 +19,7 @@ from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.functional import summarise
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.runtime.memory import PeakMemory
-from safemerge_pl.scoring.drift import DriftGauge, gauge_of
+from safemerge_pl.scoring.drift import DriftGauge, gauge_of, require_gauge
 from safemerge_pl.scoring.rows import Row, measure_references
 from safemerge_pl.scoring.scorer import Scorer
 from safemerge_pl.scoring.weights import swapped_weights
@@ -85,6 +85,8 @@ class Bench:
         for cell in cells:
             try:
                 plan_merge(base, cell.method)
+                if cell.max_drift is not None:
+                    require_gauge(self.backbone)
             except ValueError as error:
                 raise MisconfigurationException(f"row '{cell.row}': {error}") from error
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from safemerge_pl.folding.bound import MaxResponse, choose_bound, require_drift_bound
+from safemerge_pl.folding.bound import MaxResponse, bound_settings, choose_bound, require_drift_bound
 from safemerge_pl.methods import MergeMethod
 from safemerge_pl.runtime.names import did_you_mean
 
@@ -22,8 +22,8 @@ class StudyRow:
     Args:
         label: name in tables and figures.
         method: the method with its fixed settings.
-        vary: values of settings; every combination is measured. ``max_response`` and
-            ``max_drift`` may be among them, as in ``at``.
+        vary: values of settings; every combination is measured. ``max_response`` and ``max_drift`` may be among them,
+            as in ``at``.
         at: settings that differ by stream: name of the stream -> setting -> value.
         max_response: bound on the response of what is merged, see :class:`~safemerge_pl.merger.ContinualMerger`.
         max_drift: bound on the drift, likewise.
@@ -78,5 +78,4 @@ class Cell:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the method, and the bounds where there are any; results without keep the names of their files."""
-        bounds = {"max_response": self.max_response, "max_drift": self.max_drift}
-        return {**self.method.settings(), **{name: bound for name, bound in bounds.items() if bound is not None}}
+        return {**self.method.settings(), **bound_settings(self.max_response, self.max_drift)}

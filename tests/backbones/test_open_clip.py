@@ -20,6 +20,7 @@ from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, MergeMethod, SafeMerge, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.scoring.drift import gauge_of
 
 CONFIG: dict[str, Any] = {
     "embed_dim": 8,
@@ -107,6 +108,17 @@ def test_features_equal_those_of_transformers(hf: Any, folder: Path) -> None:
         assert (other(pixels) - backbone(pixels)).abs().max() > 1e-5
     assert not any("text" in name or "logit" in name for name in backbone.state_dict())
     assert build_backbone(backbone.spec()).pretrained == str(folder)  # type: ignore[attr-defined]
+
+
+def test_drift_over_pictures_of_noise(folder: Path) -> None:
+    """Of the size that the model takes."""
+    backbone = OpenCLIPBackbone(pretrained=str(folder))
+    backbone.load()
+    assert backbone.noise(2).shape == (2, 3, 16, 16)
+    gauge = gauge_of(backbone, backbone.visual, count=4)
+    assert gauge is not None
+    assert gauge.measure() == 0
+    assert gauge.measure(tuned(dict(backbone.visual.state_dict()), 1)) > 0
 
 
 def load(folder: Path) -> dict[str, Tensor]:

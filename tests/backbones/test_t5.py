@@ -14,6 +14,7 @@ from tiny_text import glue, noisy, save_t5, t5, tokenizer, weights, write_glue
 from safemerge_pl.backbones.t5 import T5Backbone
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.scoring import Scorer
+from safemerge_pl.scoring.drift import gauge_of
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,21 @@ def test_answers_are_greedy_and_do_not_depend_on_padding_or_generation_config(ba
             ids.append(int(logits[0, -1].argmax()))
     assert answers[0][0] == tokenizer().decode(ids, skip_special_tokens=True)
     assert plain(plain.preprocess(prompts)).shape[1] <= 10
+
+
+def test_drift_over_words_at_random(base: Path) -> None:
+    """None of them is a special token; the features are the logits that an answer begins with."""
+    backbone = T5Backbone(str(base))
+    backbone.load()
+    noise = backbone.noise(5)
+    assert noise["input_ids"].shape == (5, 16)
+    assert not set(noise["input_ids"].flatten().tolist()) & set(tokenizer().all_special_ids)
+    found = backbone.model.generate(**noise, max_length=2, return_dict_in_generate=True, output_logits=True)
+    torch.testing.assert_close(backbone.features(noise), found.logits[0], atol=1e-5, rtol=0)
+    gauge = gauge_of(backbone, backbone.model, count=5)
+    assert gauge is not None
+    assert gauge.measure() == 0
+    assert gauge.measure(dict(noisy(t5(), 3, scale=0.3).state_dict())) > 0
 
 
 def test_long_prompts_are_cut(base: Path) -> None:

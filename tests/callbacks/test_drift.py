@@ -12,18 +12,26 @@ from event_files import scalars
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import TensorBoardLogger
+from loops import Classifier, Tasks, live
 from small import TASKS, tower
 
 from safemerge_pl.backbones import CLIPBackbone
 from safemerge_pl.callbacks import ComparedMethod, DriftMonitor, MethodComparison, StreamReport
 from safemerge_pl.checkpoints.open import CheckpointError
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.methods import TaskArithmetic
+from safemerge_pl.methods import OPCM, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
 from safemerge_pl.scoring import DriftGauge
+from safemerge_pl.scoring.drift import require_gauge
 from safemerge_pl.zoo import FILES
 
 Make = Callable[..., Any]
+
+
+@pytest.fixture
+def fit(module: ContinualMergeModule, small_data: Make, make_trainer: Make) -> Callable[..., None]:
+    """One run of the small stream with the given callbacks."""
+    return lambda *callbacks: make_trainer(*callbacks).fit(module, small_data())
 
 
 def test_every_merge_is_measured_and_a_resumed_run_goes_on(
@@ -79,19 +87,17 @@ def test_a_stream_stops_where_the_model_has_moved_too_far(
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_is_merged(
-    module: ContinualMergeModule,
-    small_data: Make,
-    make_trainer: Make,
-    merge_callback: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    module: ContinualMergeModule, fit: Make, make_trainer: Make, merge_callback: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="`count` must be at least 1"):
         DriftMonitor(0)
     with pytest.raises(MisconfigurationException, match="no MergeCallback"):
-        make_trainer(DriftMonitor()).fit(module, small_data())
+        fit(DriftMonitor())
+    with pytest.raises(MisconfigurationException, match="in a training loop measure"):
+        make_trainer(live(), DriftMonitor(), max_epochs=2).fit(Classifier(), Tasks())
     monkeypatch.setattr(CLIPBackbone, "noise", lambda self, count: None)
     with pytest.raises(MisconfigurationException, match="give your backbone a method `noise`"):
-        make_trainer(merge_callback(), DriftMonitor()).fit(module, small_data())
+        fit(merge_callback(), DriftMonitor())
     assert module.merged_tasks == []
 
 
@@ -153,11 +159,7 @@ def test_a_bound_on_the_drift_holds_after_every_merge_and_a_resume(
 
 
 def test_bounds_that_cannot_hold_are_refused(
-    module: ContinualMergeModule,
-    small_data: Make,
-    make_trainer: Make,
-    merge_callback: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    module: ContinualMergeModule, fit: Make, merge_callback: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for bad in (0, -1.0, 2.0, float("nan"), float("inf"), True, "much"):
         with pytest.raises(ValueError, match="`max_drift` must be a number"):
@@ -166,7 +168,22 @@ def test_bounds_that_cannot_hold_are_refused(
         merge_callback(max_drift=BOUND, epochs_per_task=1)
     with pytest.raises(ValueError, match="needs a `gauge`"):
         ContinualMerger(FILES / "model", max_drift=BOUND)
+    with pytest.raises(ValueError, match="on one process only"):
+        require_gauge(module.backbone, world_size=2)
     monkeypatch.setattr(CLIPBackbone, "noise", lambda self, count: None)
     with pytest.raises(MisconfigurationException, match="what noise this model takes"):
-        make_trainer(merge_callback(max_drift=BOUND)).fit(module, small_data())
+        fit(merge_callback(max_drift=BOUND))
+    with pytest.raises(MisconfigurationException, match=r"OPCM, drift at most 0\.2 %: .*what noise this model takes"):
+        fit(merge_callback(), MethodComparison([ComparedMethod(OPCM(), max_drift=BOUND)]))
     assert module.merged_tasks == []
+
+
+def test_a_bound_in_python_refuses_processes_and_a_broken_model() -> None:
+    """Nothing is merged then."""
+    merger = ContinualMerger(FILES / "model", TaskArithmetic(), max_drift=BOUND, gauge=lambda weights: float("nan"))
+    with pytest.raises(CheckpointError, match="task 'mnist': the merge cannot be bounded: the features of noise"):
+        merger.fold(FILES / "experts/mnist", "mnist")
+    merger.processes.count = 2
+    with pytest.raises(ValueError, match="on one process only"):
+        merger.fold(FILES / "experts/mnist", "mnist")
+    assert merger.tasks == []

@@ -71,6 +71,23 @@ def test_the_bound_is_varied_like_a_setting_of_the_method() -> None:
     assert [[bound for *_, bound, _ in by_stream.methods(stream)] for stream in ("short", "long")] == [[0.02], [0.05]]
 
 
+def test_the_drift_is_bounded_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody knows what noise the model takes, before the first cell."""
+    rows = [StudyRow("sum", TaskArithmetic(), vary={"max_drift": [0.001, None]})]
+    done = study(tmp_path / "runs", rows, orders=[42], pretrained=False, individual=False)
+    done.run()
+    bounded, free = done.results
+    assert 0 < bounded["drift"] <= 0.001 < free["drift"]
+    assert bounded["settings"]["max_drift"] == 0.001
+    assert "max_drift" not in free["settings"]
+    monkeypatch.setattr(CLIPBackbone, "noise", lambda self, count: None)
+    with pytest.raises(MisconfigurationException, match="row 'sum': `max_drift`: nobody knows what noise"):
+        study(tmp_path / "more", rows).run()
+    assert not (tmp_path / "more").exists()
+    with pytest.raises(MisconfigurationException, match="row 'sum': `max_drift` must be a number"):
+        study(tmp_path / "more", [StudyRow("sum", TaskArithmetic(), max_drift=3)]).run()
+
+
 def test_a_method_that_does_not_fit_the_model_is_refused_before_the_first_cell(tmp_path: Path) -> None:
     rows = [StudyRow("sum", TaskArithmetic()), StudyRow("share", SafeShare(), vary={"shared_rank": [32, 129]})]
     with pytest.raises(MisconfigurationException, match="row 'share': `shared_rank` is 129"):
