@@ -100,7 +100,7 @@ class ContinualMerger:
         max_drift: bounds how far features of noise move, which tells what general knowledge was lost whatever was
             merged: 0.01 is a careful value. It needs a ``gauge``, and holds beside ``max_response``.
         gauge: measures the drift with given parameters, such as ``measure`` of a
-            :class:`~safemerge_pl.scoring.DriftGauge`.
+            :class:`~safemerge_pl.scoring.DriftGauge`, or a :class:`~safemerge_pl.scoring.FileGauge` for a folder.
         processes: among which the work is shared out, see :func:`~safemerge_pl.folding.launch.join_processes`; all of
             them make the same calls. Each reads and holds the parameters that are its own alone.
 
@@ -423,14 +423,21 @@ class ContinualMerger:
             folder: written by :meth:`save`.
             pretrained: the same pretrained model as then.
             method: the same method as then; rebuilt from the saved settings if left out.
-            options: others of the constructor; ``layers`` the same as then. ``max_response`` is that of then if it is
-                left out.
+            options: others of the constructor; ``layers`` the same as then. ``max_response`` and ``max_drift`` are
+                those of then if they are left out; the latter needs its ``gauge``.
 
         Raises:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
         saved = read_merge(local_path(folder))
-        options["max_response"] = saved.bound(options.get("max_response", "auto"))
+        response, drift = saved.bounds()
+        if options.get("max_response", "auto") == "auto":
+            options["max_response"] = response
+        if drift is not None and options.setdefault("max_drift", drift) == drift and options.get("gauge") is None:
+            raise CheckpointError(
+                f"{folder} was merged with `max_drift` {drift}: give the `gauge` that measures it, such as a "
+                "safemerge_pl.scoring.FileGauge of the pretrained folder."
+            )
         merger = cls(pretrained, method or rebuild_method(saved.values["method"]), **options)
         merger.restore(folder)
         return merger
@@ -488,8 +495,7 @@ class ContinualMerger:
             )
         if state.get("max_drift") != self.max_drift:
             raise CheckpointError(
-                f"the merge was made with `max_drift` {state.get('max_drift')}, not {self.max_drift}; use the same, in "
-                "a stream or in Python, where the model is run (`safemerge fold` runs none)."
+                f"the merge was made with `max_drift` {state.get('max_drift')}, not {self.max_drift}; use the same."
             )
         checkpoint = open_checkpoint(weights)
         names = match_names(self.plan.parameters, checkpoint, self.pretrained)

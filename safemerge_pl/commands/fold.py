@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safemerge_pl.checkpoints.differences import Mismatch
 from safemerge_pl.checkpoints.fit import Fitted
@@ -18,7 +18,7 @@ from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
 from safemerge_pl.commands.method_options import put_under_method
 from safemerge_pl.commands.parsers import HintingParser
 from safemerge_pl.commands.recipe import read_recipes
-from safemerge_pl.folding.bound import MaxResponse
+from safemerge_pl.folding.bound import MaxDrift, MaxResponse, require_drift_bound
 from safemerge_pl.folding.fates import in_words
 from safemerge_pl.folding.launch import choose_device, join_processes
 from safemerge_pl.folding.processes import Processes
@@ -28,7 +28,7 @@ from safemerge_pl.output.files import STATE_FILE
 from safemerge_pl.output.folders import check_output
 from safemerge_pl.output.locks import output_lock
 from safemerge_pl.output.publish import require_repo
-from safemerge_pl.output.saving import require_output
+from safemerge_pl.output.saving import read_merge, require_output
 from safemerge_pl.output.shared_files import require_same_model, require_shared_files
 from safemerge_pl.output.side_files import OutputDtype
 from safemerge_pl.output.weights import parse_size
@@ -36,6 +36,9 @@ from safemerge_pl.runtime.console import fit_line
 from safemerge_pl.runtime.files import local_path
 from safemerge_pl.runtime.names import count_of, name_list
 from safemerge_pl.runtime.progress import FoldProgress
+
+if TYPE_CHECKING:
+    from safemerge_pl.scoring.file_gauge import FileGauge
 
 __all__ = ["fold_once", "make_parser", "run"]
 
@@ -55,6 +58,7 @@ def fold_once(
     device: str = "cpu",
     on_mismatch: Mismatch = "error",
     max_response: MaxResponse = "auto",
+    max_drift: MaxDrift = "auto",
     max_shard_size: int | str = "5GB",
     copy_code: bool = False,
     low_memory: bool | None = None,
@@ -79,6 +83,9 @@ def fold_once(
         max_response: bounds how strongly the pretrained model reads what is merged, and so protects what it knows;
             0.015 is a careful value, 0.035 a fair one. "auto" takes the method's own or that of the earlier merge, null
             bounds nothing.
+        max_drift: bounds how far the model's features of noise move, which tells what general knowledge was lost;
+            0.01 is a careful value. The model is run for it: a whole CLIP or T5 of transformers, or a folder of
+            open_clip. "auto" takes that of the earlier merge, null bounds nothing.
         max_shard_size: weights above this size are written in shards, with an index.
         copy_code: also copy the model's own Python files. They are never run here.
         low_memory: keep merged weights on disk beside the output instead of in memory, which then holds a few layers
@@ -117,6 +124,7 @@ def fold_once(
         # the lock of the first process holds from reading yesterday's merge to writing today's
         processes.lead(begin)
         require_shared_files(processes, place, [pretrained, *sources, *([] if merged is None else [merged])])
+        gauge = processes.agree(lambda: bound_drift(pretrained, merged, max_drift, options))
         base, workspace = held.enter_context(_open_base(pretrained, place, low_memory, processes))
         if workspace is not None:
             options["workspace"] = workspace
@@ -129,6 +137,8 @@ def fold_once(
             merger = ContinualMerger(base, method, **options)
         else:
             merger = ContinualMerger.load(merged, base, method=method, **options)
+        if gauge is not None:
+            gauge.require_sight(merger.plan)
         written: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
         processes.lead(lambda: require_output(merger.plan, local_path(output), **written))
         checkpoints = processes.agree(
@@ -165,6 +175,33 @@ def _open_base(
         yield base, (folder / str(processes.rank) if processes.apart else folder) if low_memory else None
     finally:
         shutil.rmtree(folder / str(processes.rank) if processes.rank else folder, ignore_errors=True)
+
+
+def bound_drift(pretrained: str, merged: str | None, asked: MaxDrift, options: dict[str, Any]) -> "FileGauge | None":
+    """Enter the bound on the drift, and what measures it, into the options of a merger.
+
+    Args:
+        pretrained: the model.
+        merged: folder of an earlier merge.
+        asked: ``"auto"`` for the bound of the earlier merge.
+        options: of the merger, with ``processes`` and ``device``.
+
+    Returns:
+        What measures the drift; ``None`` where it is not bounded.
+    """
+    bound = None if asked == "auto" else asked
+    if merged is not None and asked == "auto":
+        bound = read_merge(local_path(merged)).bounds()[1]
+    require_drift_bound(bound)
+    options["max_drift"] = bound
+    if bound is None:
+        return None
+    if options["processes"].apart:
+        raise CheckpointError("`max_drift` holds on one process only; fold on one, or bound by `max_response`.")
+    from safemerge_pl.scoring.file_gauge import FileGauge  # it runs the model, and takes seconds to import
+
+    options["gauge"] = gauge = FileGauge(pretrained, options["device"])
+    return gauge
 
 
 def _check(merger: ContinualMerger, source: str, task: str) -> Fitted:
@@ -257,10 +294,10 @@ def _say_what_was_done(merger: ContinualMerger, options: dict[str, Any], seconds
         if report.shares:
             lines.append(in_words(report.shares))
         if report.response is not None:
-            lines.append(
-                f"bound: {report.scale:.1%} of the accumulated vector is deployed (response {report.response:.4f}, "
-                f"at most {merger.max_response:g})"
-            )
+            told = [f"response {report.response:.4f}, at most {merger.max_response:g}"] if merger.max_response else []
+            if merger.max_drift is not None and report.drift is not None:
+                told.append(f"drift {report.drift:.2%}, at most {merger.max_drift:.2%}")
+            lines.append(f"bound: {report.scale:.1%} of the accumulated vector is deployed ({'; '.join(told)})")
         for line in (*lines, *(f"note: {note}" for note in report.notes)):
             print(fit_line(line))
     tasks = count_of(len(merger.tasks), "task")

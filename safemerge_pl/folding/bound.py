@@ -16,12 +16,14 @@ from safemerge_pl.runtime.cores import map_on_cores
 
 __all__ = [
     "Gauge",
+    "MaxDrift",
     "MaxResponse",
     "bound_settings",
     "choose_bound",
     "measure_response",
     "name_with_bound",
     "require_drift_bound",
+    "require_response_bound",
     "scale_vector",
 ]
 
@@ -30,6 +32,10 @@ Gauge = Callable[[Mapping[str, Tensor]], float]
 
 MaxResponse = float | Literal["auto"] | None
 """A bound, ``"auto"`` for the method's own, ``None`` for no bound."""
+
+
+MaxDrift = float | Literal["auto"] | None
+"""A bound on the drift, ``"auto"`` for that of an earlier merge, ``None`` for no bound."""
 
 
 def choose_bound(method: MergeMethod, max_response: MaxResponse) -> float | None:
@@ -47,13 +53,26 @@ def choose_bound(method: MergeMethod, max_response: MaxResponse) -> float | None
         return method.max_response
     if max_response is None:
         return None
-    number = isinstance(max_response, int | float) and not isinstance(max_response, bool)
-    if not number or not 0 < max_response < math.inf:
-        raise ValueError(
-            f"`max_response` must be a finite number above 0, 'auto' for the method's own, or None for no bound, got "
-            f"{max_response!r}."
-        )
+    require_response_bound(max_response)
     return float(max_response)
+
+
+def require_response_bound(max_response: float | None) -> None:
+    """Refuse a bound on the response that is none.
+
+    Raises:
+        ValueError: unless it is a finite number above 0, or ``None``.
+
+    Example:
+        >>> require_response_bound(0.035)
+        >>> require_response_bound(0)
+        Traceback (most recent call last):
+        ...
+        ValueError: `max_response` must be a finite number above 0, or None for no bound, got 0.
+    """
+    number = isinstance(max_response, int | float) and not isinstance(max_response, bool)
+    if max_response is not None and (not number or not 0 < max_response < math.inf):
+        raise ValueError(f"`max_response` must be a finite number above 0, or None for no bound, got {max_response!r}.")
 
 
 def require_drift_bound(max_drift: float | None) -> None:

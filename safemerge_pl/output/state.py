@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
-from safemerge_pl.folding.bound import MaxResponse
+from safemerge_pl.folding.bound import require_drift_bound, require_response_bound
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.folding.selection import MergePlan
@@ -74,9 +74,19 @@ class SavedMerge:
         index = self.folder / f"{MASTER_FILE}.index.json"
         return open_checkpoint(index if index.exists() else self.folder / MASTER_FILE)
 
-    def bound(self, asked: MaxResponse) -> MaxResponse:
-        """The bound to go on with: that of then, unless another is asked for than ``"auto"``."""
-        return self.values.get("max_response") if asked == "auto" else asked
+    def bounds(self) -> tuple[float | None, float | None]:
+        """The bounds that hold for the merge, on the response and on the drift.
+
+        Raises:
+            CheckpointError: if what stands there is no bound.
+        """
+        response, drift = self.values.get("max_response"), self.values.get("max_drift")
+        try:
+            require_response_bound(response)
+            require_drift_bound(drift)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder / STATE_FILE} is damaged: {error}") from error
+        return response, drift
 
     def ledger(self) -> list[str]:
         """One line of JSON per fold, as they stand there."""

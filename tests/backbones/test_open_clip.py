@@ -20,6 +20,7 @@ from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, MergeMethod, SafeMerge, TaskArithmetic
 from safemerge_pl.module import ContinualMergeModule
+from safemerge_pl.scoring import FileGauge
 from safemerge_pl.scoring.drift import gauge_of
 
 CONFIG: dict[str, Any] = {
@@ -118,7 +119,15 @@ def test_drift_over_pictures_of_noise(folder: Path) -> None:
     gauge = gauge_of(backbone, backbone.visual, count=4)
     assert gauge is not None
     assert gauge.measure() == 0
-    assert gauge.measure(tuned(dict(backbone.visual.state_dict()), 1)) > 0
+    changed = tuned(dict(backbone.visual.state_dict()), 1)
+    assert gauge.measure(changed) > 0
+
+    files = FileGauge(str(folder))
+    plan = ContinualMerger(folder, TaskArithmetic()).plan
+    files.require_sight(plan)
+    whole = gauge_of(backbone, backbone.visual)
+    assert whole is not None
+    assert files({f"visual.{name}": tensor for name, tensor in changed.items()}) == whole.measure(changed)
 
 
 def load(folder: Path) -> dict[str, Tensor]:

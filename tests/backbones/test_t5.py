@@ -13,7 +13,9 @@ from tiny_text import glue, noisy, save_t5, t5, tokenizer, weights, write_glue
 
 from safemerge_pl.backbones.t5 import T5Backbone
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.scoring import Scorer
+from safemerge_pl.merger import ContinualMerger
+from safemerge_pl.methods import TaskArithmetic
+from safemerge_pl.scoring import FileGauge, Scorer
 from safemerge_pl.scoring.drift import gauge_of
 
 
@@ -60,6 +62,20 @@ def test_drift_over_words_at_random(base: Path) -> None:
     assert gauge is not None
     assert gauge.measure() == 0
     assert gauge.measure(dict(noisy(t5(), 3, scale=0.3).state_dict())) > 0
+
+
+def test_drift_of_files(base: Path, tmp_path: Path) -> None:
+    """With a head of its own that is merged as well; where transformers makes one of two equal ones, it says so."""
+    folder = save_t5(noisy(t5(), 1, scale=0.1), tmp_path / "apart")
+    files = FileGauge(str(folder))
+    files.require_sight(ContinualMerger(folder, TaskArithmetic()).plan)
+    backbone = T5Backbone(str(folder))
+    backbone.load()
+    gauge, changed = gauge_of(backbone, backbone.model), dict(noisy(t5(), 3, scale=0.3).state_dict())
+    assert gauge is not None
+    assert files(changed) == gauge.measure(changed) > 0
+    with pytest.raises(CheckpointError, match=r"not see 1 of the merged parameters, first `lm_head\.weight`"):
+        FileGauge(str(base)).require_sight(ContinualMerger(base, TaskArithmetic()).plan)
 
 
 def test_long_prompts_are_cut(base: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_bound_on_the_drift_holds_after_every_merge_and_a_resume(
     assert isinstance(merge.merger, ContinualMerger)
     folder = merge.merger.save(tmp_path / "out", template=FILES / "model")
     assert "drift of features of noise at most 0.20%" in (folder / "README.md").read_text()
-    with pytest.raises(CheckpointError, match="`safemerge fold` runs none"):
+    with pytest.raises(CheckpointError, match="give the `gauge` that measures it"):
         ContinualMerger.load(folder, FILES / "model")
     backbone = CLIPBackbone("zoo")
     backbone.load()

@@ -10,12 +10,16 @@ import pytest
 import tiny
 from command_line import safemerge
 from tiny import tower, tuned
+from transformers import CLIPModel
 
 from safemerge_pl.checkpoints import CheckpointError
-from safemerge_pl.commands.fold import fold_once
+from safemerge_pl.commands.fold import bound_drift, fold_once
+from safemerge_pl.folding.processes import Processes
+from safemerge_pl.live import LiveMerger
 from safemerge_pl.merger import ContinualMerger
-from safemerge_pl.methods import OPCM
+from safemerge_pl.methods import OPCM, SafeShare
 from safemerge_pl.output.files import MASTER_FILE
+from safemerge_pl.scoring import FileGauge
 from safemerge_pl.zoo import FILES
 
 
@@ -130,6 +134,64 @@ def test_fold_today_and_tomorrow(tmp_path: Path) -> None:
     assert state["merged"] == merger.fingerprint()
     assert state["tasks"] == ["mnist", "Flags"]
     assert state["method"]["init_args"] == {"alpha": 0.4, "zero_diagonal": False}
+
+
+def test_a_bound_on_the_drift_is_kept_from_day_to_day(tmp_path: Path) -> None:
+    """The model is run beside its files; in the end stand the bits of a merger in Python with the same gauge."""
+    model, experts = str(FILES / "model"), FILES / "experts"
+    places = ["fold", "--pretrained", model, "--output", "out"]
+    method = ["--method", "SafeShare", "--method.scoring_rank", "21", "--method.shared_rank", "32"]
+    bound = ["--max_drift", "0.002", "--max_response", "null"]
+    first = safemerge(*places, "--incoming", str(experts / "mnist"), *method, *bound, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = safemerge(*places, "--incoming", str(experts / "clipart_category"), "--merged", "out", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+
+    out, gauge = tmp_path / "out", FileGauge(model)
+    twin = ContinualMerger(model, SafeShare(0.5, 21, 32), max_response=None, max_drift=0.002, gauge=gauge)
+    for task, run in (("mnist", first), ("clipart_category", second)):
+        report = twin.fold(experts / task, task)
+        deployed = f"{report.scale:.1%} of the accumulated vector is deployed"
+        assert f"bound: {deployed} (drift {report.drift:.2%}, at most 0.20%)" in run.stdout
+    assert json.loads((out / "merge_state.json").read_text())["merged"] == twin.state_dict()["merged"]
+    assert report.scale < 1
+    loaded = ContinualMerger.load(out, model, gauge=gauge)
+    assert loaded.fingerprint() == twin.fingerprint()
+    assert gauge(loaded.merged_parameters()) == report.drift
+
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for asked, found in (("null", "None"), ("0.01", "0.01")):
+        other = ["--merged", "out", "--max_drift", asked]
+        run = safemerge(*places, "--incoming", str(experts / "flags"), *other, cwd=tmp_path)
+        assert run.returncode == 1
+        assert f"`max_drift` 0.002, not {found}" in run.stderr
+    with pytest.raises(CheckpointError, match="give the `gauge` that measures it"):
+        ContinualMerger.load(out, model)
+    with pytest.raises(CheckpointError, match="go on with `safemerge fold`"):
+        LiveMerger.load(out, CLIPModel.from_pretrained(model))
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    for name in ("max_drift", "max_response"):
+        (out / "merge_state.json").write_text(
+            json.dumps(json.loads(before["merge_state.json"]) | {name: [0.1]}), encoding="utf-8"
+        )
+        with pytest.raises(CheckpointError, match=f"merge_state.json is damaged: `{name}` must be a"):
+            fold_once(model, str(experts / "flags"), str(out), str(out))
+
+
+def test_a_bound_on_the_drift_that_cannot_hold(tmp_path: Path) -> None:
+    """Refused before a weight is folded: over processes, for what the features do not show."""
+    model, expert = str(FILES / "model"), str(FILES / "experts/mnist")
+    together = Processes(shared=False)
+    together.apart = True
+    with pytest.raises(CheckpointError, match="holds on one process only"):
+        bound_drift(model, None, 0.01, {"processes": together, "device": "cpu"})
+    with pytest.raises(CheckpointError, match="would not see 3 of the merged parameters"):
+        fold_once(model, model, str(tmp_path / "out"), layers=["text_model*fc1.weight"], max_drift=0.01)
+    with pytest.raises(CheckpointError, match="it is a clip_vision_model"):
+        fold_once(expert, expert, str(tmp_path / "out"), max_drift=0.01)
+    with pytest.raises(ValueError, match="above 0 and below 2"):
+        fold_once(model, expert, str(tmp_path / "out"), max_drift=2)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
