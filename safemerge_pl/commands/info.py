@@ -62,7 +62,8 @@ def describe_output(folder: Path) -> tuple[list[str], bool]:
         lines += [f"     {told}"] if told else []
         lines += [f"     note: {note}" for note in report.notes]
     if reports and reports[-1].response is not None:
-        lines.append(f"bound: {reports[-1].scale:.1%} of the accumulated vector is deployed")
+        drift = "" if reports[-1].drift is None else f" (drift {reports[-1].drift:.2%})"
+        lines.append(f"bound: {reports[-1].scale:.1%} of the accumulated vector is deployed{drift}")
     masters = saved.masters()
     told, whole = _compare_masters(masters, saved.values, reports)
     lines.append(f"masters: {told}")

@@ -112,7 +112,8 @@ class FoldReport:
         if self.leading is not None:
             lines.append(f"{self.leading:.0%} of its change lies in the pretrained model's leading directions.")
         if self.response is not None:
-            lines.append(f"{self.scale:.1%} of the accumulated vector is deployed (response {self.response:.4f}).")
+            moved = f"response {self.response:.4f}" + ("" if self.drift is None else f", drift {self.drift:.2%}")
+            lines.append(f"{self.scale:.1%} of the accumulated vector is deployed ({moved}).")
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
     def table(self) -> "Table":

@@ -155,6 +155,8 @@ def test_a_bound_on_the_drift_is_kept_from_day_to_day(tmp_path: Path) -> None:
         assert f"bound: {deployed} (drift {report.drift:.2%}, at most 0.20%)" in run.stdout
     assert json.loads((out / "merge_state.json").read_text())["merged"] == twin.state_dict()["merged"]
     assert report.scale < 1
+    assert f"{deployed} (drift {report.drift:.2%})" in safemerge("info", "out", cwd=tmp_path).stdout
+    assert f"{deployed} (response {report.response:.4f}, drift {report.drift:.2%})." in str(report)
     loaded = ContinualMerger.load(out, model, gauge=gauge)
     assert loaded.fingerprint() == twin.fingerprint()
     assert gauge(loaded.merged_parameters()) == report.drift
