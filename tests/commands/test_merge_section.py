@@ -57,7 +57,9 @@ def test_help_shows_defaults_that_are_not_set() -> None:
     parser = ArgumentParser()
     add_merge_section(parser)
     told = " ".join(parser.format_help().split())
-    parts = dict(re.findall(r"--merge\.(\w+) [^-].*? \(type: ([^()]*)\)", told[told.index("Fold one") :]))
+    parts = dict(
+        re.findall(r"--merge\.(\w+)(?:, --merge\.\w+\+)? [^-].*? \(type: ([^()]*)\)", told[told.index("Fold one") :])
+    )
     assert parts["keep_ratio"] == "float, default: 0.5"
     assert parts["module_attr"].endswith("default: null")
     assert "default" not in parts["epochs_per_task"]  # without it nothing is merged in a loop
