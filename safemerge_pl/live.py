@@ -336,14 +336,12 @@ class LiveMerger:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
         saved = read_merge(local_path(folder))
-        response, drift = saved.bounds()
+        options["max_response"], drift = saved.bounds(options.get("max_response", "auto"))
         if drift is not None:
             raise CheckpointError(
                 f"{folder} was merged with `max_drift` {drift}, which holds for checkpoints alone: go on with "
                 "`safemerge fold`, or start a merge that is bounded by `max_response`."
             )
-        if options.get("max_response", "auto") == "auto":
-            options["max_response"] = response
         merger = cls(module, method or rebuild_method(saved.values["method"]), pretrained=pretrained, **options)
         merger.merger.restore(folder)
         return merger

@@ -27,6 +27,7 @@ from safemerge_pl.folding.bound import (
     choose_bound,
     measure_response,
     require_drift_bound,
+    require_one_process,
     scale_vector,
 )
 from safemerge_pl.folding.division import Division
@@ -266,8 +267,8 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the incoming model does not fit; nothing has changed then.
         """
-        if self.max_drift is not None and self.processes.count > 1:
-            raise ValueError("`max_drift` holds on one process only; run on one, or bound by `max_response`.")
+        if self.max_drift is not None:
+            require_one_process(self.processes.count)
         start, before = time.perf_counter(), self._now
         state = copy.deepcopy(self.method.state_dict())
         try:
@@ -430,9 +431,7 @@ class ContinualMerger:
             CheckpointError: if the folder is no saved merge, or pretrained model or method are not those of then.
         """
         saved = read_merge(local_path(folder))
-        response, drift = saved.bounds()
-        if options.get("max_response", "auto") == "auto":
-            options["max_response"] = response
+        options["max_response"], drift = saved.bounds(options.get("max_response", "auto"))
         if drift is not None and options.setdefault("max_drift", drift) == drift and options.get("gauge") is None:
             raise CheckpointError(
                 f"{folder} was merged with `max_drift` {drift}: give the `gauge` that measures it, such as a "

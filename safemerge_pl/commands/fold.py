@@ -18,7 +18,7 @@ from safemerge_pl.checkpoints.refusals import WEIGHT_ENDINGS
 from safemerge_pl.commands.method_options import put_under_method
 from safemerge_pl.commands.parsers import HintingParser
 from safemerge_pl.commands.recipe import read_recipes
-from safemerge_pl.folding.bound import MaxDrift, MaxResponse, require_drift_bound
+from safemerge_pl.folding.bound import MaxDrift, MaxResponse, require_drift_bound, require_one_process
 from safemerge_pl.folding.fates import in_words
 from safemerge_pl.folding.launch import choose_device, join_processes
 from safemerge_pl.folding.processes import Processes
@@ -196,8 +196,7 @@ def bound_drift(pretrained: str, merged: str | None, asked: MaxDrift, options: d
     options["max_drift"] = bound
     if bound is None:
         return None
-    if options["processes"].apart:
-        raise CheckpointError("`max_drift` holds on one process only; fold on one, or bound by `max_response`.")
+    require_one_process(options["processes"].count)
     from safemerge_pl.scoring.file_gauge import FileGauge  # it runs the model, and takes seconds to import
 
     options["gauge"] = gauge = FileGauge(pretrained, options["device"])

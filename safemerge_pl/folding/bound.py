@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from safemerge_pl.architectures.layers import MergeLayer
+from safemerge_pl.errors import CheckpointError
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.stacks import MAX_CORE_ENTRIES
 from safemerge_pl.maths.response import read_energy
@@ -23,6 +24,7 @@ __all__ = [
     "measure_response",
     "name_with_bound",
     "require_drift_bound",
+    "require_one_process",
     "require_response_bound",
     "scale_vector",
 ]
@@ -32,7 +34,6 @@ Gauge = Callable[[Mapping[str, Tensor]], float]
 
 MaxResponse = float | Literal["auto"] | None
 """A bound, ``"auto"`` for the method's own, ``None`` for no bound."""
-
 
 MaxDrift = float | Literal["auto"] | None
 """A bound on the drift, ``"auto"`` for that of an earlier merge, ``None`` for no bound."""
@@ -91,6 +92,19 @@ def require_drift_bound(max_drift: float | None) -> None:
     number = isinstance(max_drift, int | float) and not isinstance(max_drift, bool)
     if max_drift is not None and (not number or not 0 < max_drift < 2):
         raise ValueError(f"`max_drift` must be a number above 0 and below 2, or None for no bound, got {max_drift!r}.")
+
+
+def require_one_process(count: int) -> None:
+    """Refuse a bound on the drift over several processes, none of which has the whole merge to run.
+
+    Args:
+        count: processes that fold together.
+
+    Raises:
+        CheckpointError: if there are several.
+    """
+    if count > 1:
+        raise CheckpointError("`max_drift` holds on one process only; use one, or bound by `max_response`.")
 
 
 def bound_settings(max_response: float | None, max_drift: float | None) -> dict[str, float]:

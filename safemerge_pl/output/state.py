@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, open_checkpoint
-from safemerge_pl.folding.bound import require_drift_bound, require_response_bound
+from safemerge_pl.folding.bound import MaxResponse, require_drift_bound, require_response_bound
 from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport
 from safemerge_pl.folding.selection import MergePlan
@@ -74,8 +74,11 @@ class SavedMerge:
         index = self.folder / f"{MASTER_FILE}.index.json"
         return open_checkpoint(index if index.exists() else self.folder / MASTER_FILE)
 
-    def bounds(self) -> tuple[float | None, float | None]:
-        """The bounds that hold for the merge, on the response and on the drift.
+    def bounds(self, asked: MaxResponse = "auto") -> tuple[MaxResponse, float | None]:
+        """The bounds to go on with, on the response and on the drift: those of then.
+
+        Args:
+            asked: another bound on the response than ``"auto"`` is returned as it is.
 
         Raises:
             CheckpointError: if what stands there is no bound.
@@ -86,7 +89,7 @@ class SavedMerge:
             require_drift_bound(drift)
         except ValueError as error:
             raise CheckpointError(f"{self.folder / STATE_FILE} is damaged: {error}") from error
-        return response, drift
+        return response if asked == "auto" else asked, drift
 
     def ledger(self) -> list[str]:
         """One line of JSON per fold, as they stand there."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from safemerge_pl.backbones.base import Backbone
-from safemerge_pl.folding.bound import require_drift_bound
+from safemerge_pl.folding.bound import require_drift_bound, require_one_process
 from safemerge_pl.runtime.modes import evaluating
 from safemerge_pl.scoring.weights import swapped_weights
 
@@ -167,8 +167,7 @@ def require_gauge(backbone: object, world_size: int = 1) -> None:
     Raises:
         ValueError: if there are several, or nobody knows what noise the model takes.
     """
-    if world_size > 1:
-        raise ValueError("`max_drift` holds on one process only: use one device, or bound by `max_response`.")
+    require_one_process(world_size)
     if not isinstance(backbone, Backbone) or backbone.noise(1) is None:
         raise ValueError("`max_drift`: nobody knows what noise this model takes; give its backbone a method `noise`.")
 

@@ -35,8 +35,7 @@ class FileGauge:
         backbone.load()
         tower = getattr(backbone.to(device), backbone.merged_attr)
         gauge = gauge_of(backbone, tower)
-        if gauge is None:
-            raise CheckpointError(f"{pretrained}: nobody knows what noise a {type(backbone).__name__} takes.")
+        assert gauge is not None, "every kind that is chosen knows its noise"
         self._gauge = gauge
         own = [name for name, _ in tower.named_parameters()]  # each once, also where two are tied
         self._names = match_names(own, open_checkpoint(pretrained))

@@ -182,7 +182,7 @@ def test_a_bound_on_the_drift_that_cannot_hold(tmp_path: Path) -> None:
     """Refused before a weight is folded: over processes, for what the features do not show."""
     model, expert = str(FILES / "model"), str(FILES / "experts/mnist")
     together = Processes(shared=False)
-    together.apart = True
+    together.count, together.apart = 2, True
     with pytest.raises(CheckpointError, match="holds on one process only"):
         bound_drift(model, None, 0.01, {"processes": together, "device": "cpu"})
     with pytest.raises(CheckpointError, match="would not see 3 of the merged parameters"):
