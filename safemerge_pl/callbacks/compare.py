@@ -33,6 +33,7 @@ class ComparedMethod:
             :class:`~safemerge_pl.callbacks.MergeCallback`.
         label: heading of its column; the method's name and its bounds if left out.
         max_drift: bound on the drift, likewise.
+        layers: shell-style patterns of the parameters that it merges; left out, what the stream's own method is given.
 
     Example:
         >>> from safemerge_pl.methods import SafeShare, TaskArithmetic
@@ -44,6 +45,7 @@ class ComparedMethod:
     max_response: MaxResponse = "auto"
     label: str = ""
     max_drift: float | None = None
+    layers: list[str] | str | None = None
 
     def __post_init__(self) -> None:
         require_drift_bound(self.max_drift)
@@ -87,7 +89,7 @@ class MethodComparison(L.Callback):
         assert merge.merger is not None
         for entry in self.methods:
             try:
-                plan_merge(merge.merger.pretrained, entry.method, merge.layers)
+                plan_merge(merge.merger.pretrained, entry.method, entry.layers or merge.layers)
                 if entry.max_drift is not None:
                     require_gauge(pl_module.backbone, trainer.world_size)
             except ValueError as error:
@@ -121,7 +123,7 @@ class MethodComparison(L.Callback):
             merger = ContinualMerger(
                 merge.merger.pretrained,
                 entry.method,
-                layers=merge.layers,
+                layers=entry.layers or merge.layers,
                 device=merge.merger.device,
                 on_mismatch=merge.on_mismatch,
                 **bounds,

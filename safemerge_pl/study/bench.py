@@ -84,7 +84,7 @@ class Bench:
         base = open_checkpoint(self._tower())
         for cell in cells:
             try:
-                plan_merge(base, cell.method)
+                plan_merge(base, cell.method, cell.layers)
                 if cell.max_drift is not None:
                     require_gauge(self.backbone)
             except ValueError as error:
@@ -115,7 +115,7 @@ class Bench:
         device = next(tower.parameters()).device
         gauge = None if self._gauge is None else self._gauge.measure
         bounds: dict[str, Any] = {"max_response": cell.max_response, "max_drift": cell.max_drift, "gauge": gauge}
-        merger = ContinualMerger(tower, cell.method, device=device, **bounds)
+        merger = ContinualMerger(tower, cell.method, layers=cell.layers, device=device, **bounds)
         when_merged: dict[str, float] = {}
         drift: float | None = None
         last: dict[str, float] = {}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.folding.bound import MaxResponse, bound_settings, choose_bound, require_drift_bound
 from safemerge_pl.methods import MergeMethod
-from safemerge_pl.runtime.names import did_you_mean
+from safemerge_pl.runtime.names import did_you_mean, name_list
 
 __all__ = ["Cell", "StudyRow"]
 
@@ -27,6 +27,10 @@ class StudyRow:
         at: settings that differ by stream: name of the stream -> setting -> value.
         max_response: bound on the response of what is merged, see :class:`~safemerge_pl.merger.ContinualMerger`.
         max_drift: bound on the drift, likewise.
+        layers: shell-style patterns of the parameters to merge, instead of the built-in choice.
+
+    Raises:
+        ValueError: if ``layers`` is no list of names.
     """
 
     label: str
@@ -35,6 +39,10 @@ class StudyRow:
     at: dict[str, dict[str, Any]] = field(default_factory=dict)
     max_response: MaxResponse = "auto"
     max_drift: float | None = None
+    layers: list[str] | str | None = None
+
+    def __post_init__(self) -> None:
+        self.layers = None if self.layers is None else name_list(self.layers, "layers")
 
     def methods(self, stream: str) -> Iterator[tuple[dict[str, Any], MergeMethod, float | None, float | None]]:
         """Varied settings, the method with them, fresh each time, and the bounds on response and drift.
@@ -74,8 +82,10 @@ class Cell:
     method: MergeMethod
     max_response: float | None = None
     max_drift: float | None = None
+    layers: Sequence[str] | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the method, and the bounds where there are any; results without keep the names of their files."""
-        return {**self.method.settings(), **bound_settings(self.max_response, self.max_drift)}
+        """Settings of the method, and bounds and layers where there are any; files of results without keep names."""
+        layers = {} if self.layers is None else {"layers": list(self.layers)}
+        return {**self.method.settings(), **bound_settings(self.max_response, self.max_drift), **layers}

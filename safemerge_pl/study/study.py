@@ -104,7 +104,7 @@ class Study:
     def cells(self) -> list[Cell]:
         """Every cell, stream by stream and order by order: an interrupted study has whole orders."""
         return [
-            Cell(row.label, stream, order, varied, method, bound, max_drift)
+            Cell(row.label, stream, order, varied, method, bound, max_drift, row.layers)
             for stream in self.streams
             for order in self.orders
             for row in self.rows

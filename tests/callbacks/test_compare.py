@@ -29,7 +29,7 @@ def share() -> SafeShare:
 def test_each_method_ends_as_a_stream_of_its_own(
     module: ContinualMergeModule, small_data: Make, make_trainer: Make, merge_callback: Make, tmp_path: Path
 ) -> None:
-    methods = [ComparedMethod(share()), ComparedMethod(TaskArithmetic(), 0.01, "bounded sum")]
+    methods = [ComparedMethod(share()), ComparedMethod(TaskArithmetic(), 0.01, "bounded sum", layers="*mlp.fc1.weight")]
     compare, report, bar = MethodComparison(methods), StreamReport(), CountingProgress()
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
     callbacks = [merge_callback(), compare, report, bar]
@@ -42,7 +42,7 @@ def test_each_method_ends_as_a_stream_of_its_own(
     assert row["merged"] == fingerprint_of(share(), 0.035)
     assert row["accuracies"] == {k: v for k, v in alone.last_scores.items() if k not in ("ACC", "Gen", "H", "BWT")}
     assert (row["ACC"], row["H"]) == (pytest.approx(alone.last_scores["ACC"]), pytest.approx(alone.last_scores["H"]))
-    assert compare.rows["bounded sum"]["merged"] == fingerprint_of(TaskArithmetic(), 0.01)
+    assert compare.rows["bounded sum"]["merged"] == fingerprint_of(TaskArithmetic(), 0.01, "*mlp.fc1.weight")
     only = ContinualMergeModule()
     make_trainer(merge_callback()).fit(only, small_data())
     for name, tensor in tower(only).items():  # the stream's own merge is what it would be alone
@@ -54,10 +54,10 @@ def test_each_method_ends_as_a_stream_of_its_own(
     assert scalars(folder)["compare/bounded sum/ACC"] == [(3, pytest.approx(compare.rows["bounded sum"]["ACC"]))]
 
 
-def fingerprint_of(method: Any, bound: float) -> str:
+def fingerprint_of(method: Any, bound: float | None, layers: str | None = None) -> str:
     module = ContinualMergeModule()
     module.configure_model()
-    merger = ContinualMerger(module.backbone.vision_model, method, max_response=bound)  # type: ignore[arg-type]
+    merger = ContinualMerger(module.backbone.vision_model, method, max_response=bound, layers=layers)  # type: ignore[arg-type]
     for task in TASKS:
         merger.fold(FILES / "experts" / task, task)
     return merger.fingerprint()
@@ -110,4 +110,7 @@ def test_a_method_that_cannot_merge_the_model_is_named(
     merge = merge_callback()
     with pytest.raises(MisconfigurationException, match=r"`compare`: SAFE-Share, bound 0.035: .*only 128 input"):
         make_trainer(merge, compare).fit(module, small_data())
+    strange = MethodComparison([ComparedMethod(TaskArithmetic(), layers=["*fc1*", "fc3"])])
+    with pytest.raises(MisconfigurationException, match=r"`compare`: Task Arithmetic: `layers` pattern 'fc3' matches"):
+        make_trainer(merge_callback(), strange).fit(module, small_data())
     assert merge.tasks == []  # before the long part

@@ -12,6 +12,7 @@ from small import CONTROLS, RANKS, TASKS, SmallZoo
 from safemerge_pl.backbones import Backbone, CLIPBackbone, OpenCLIPBackbone, T5Backbone
 from safemerge_pl.checkpoints import CheckpointError
 from safemerge_pl.data import GLUEData, StreamDataModule, ZooData
+from safemerge_pl.merger import ContinualMerger
 from safemerge_pl.methods import OPCM, SafeMerge, SafeShare, TaskArithmetic
 from safemerge_pl.reports.study import latex, markdown
 from safemerge_pl.study import Study, StudyFigure, StudyRow
@@ -86,6 +87,25 @@ def test_the_drift_is_bounded_and_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "more").exists()
     with pytest.raises(MisconfigurationException, match="row 'sum': `max_drift` must be a number"):
         study(tmp_path / "more", [StudyRow("sum", TaskArithmetic(), max_drift=3)]).run()
+
+
+def test_rows_merge_the_layers_that_they_name(tmp_path: Path) -> None:
+    """The built-in choice leaves the second feed-forward matrices out; the response counts what is merged."""
+    rows = [StudyRow("usual", TaskArithmetic()), StudyRow("second", TaskArithmetic(), layers="*mlp.fc2.weight")]
+    done = study(tmp_path / "runs", rows, orders=[42], pretrained=False, individual=False)
+    done.run()
+    usual, second = done.results
+    assert "layers" not in usual["settings"]
+    assert second["settings"]["layers"] == ["*mlp.fc2.weight"]
+    backbone = CLIPBackbone()
+    backbone.load()
+    merger = ContinualMerger(backbone.vision_model, TaskArithmetic(), layers="*mlp.fc2.weight")  # type: ignore[arg-type]
+    for task in second["tasks"]:
+        merger.fold(done.sources["three"][task], task)
+    assert second["merged"] == merger.fingerprint() != usual["merged"]
+    with pytest.raises(MisconfigurationException, match="row 'second': `layers` pattern 'fc3' matches none"):
+        study(tmp_path / "more", [StudyRow("second", TaskArithmetic(), layers="fc3")]).run()
+    assert not (tmp_path / "more").exists()
 
 
 def test_a_method_that_does_not_fit_the_model_is_refused_before_the_first_cell(tmp_path: Path) -> None:
