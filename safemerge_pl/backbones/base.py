@@ -1,6 +1,5 @@
 """Backbones: the model that is merged, with what it takes to score it (preprocessing, text side)."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from safemerge_pl.checkpoints.adapter_config import ADAPTER_CONFIG
 from safemerge_pl.checkpoints.open import CheckpointError, open_checkpoint
 from safemerge_pl.runtime.classes import build_stored, own_path, stored_class
-from safemerge_pl.runtime.files import local_path
+from safemerge_pl.runtime.files import local_path, read_object
 
 __all__ = [
     "Backbone",
@@ -195,19 +194,13 @@ def refuse_foreign_code(folder: Path) -> None:
             f"{folder} is an adapter ({ADAPTER_CONFIG}), no whole model; merge it into its base first."
         )
     for file in ("config.json", "open_clip_config.json"):
-        entry = next(_code_entries(_json(folder / file)), None)
+        # of a damaged file, whoever loads the model says what is wrong with it
+        entry = next(_code_entries(read_object(folder / file)), None)
         if entry is not None:
             raise CheckpointError(
                 f"{folder / file}: `{entry[0]}` is {entry[1]!r}, which would fetch and run code; take the entry out if "
                 "the model works without it."
             )
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    except (OSError, ValueError, RecursionError):
-        return None  # who loads the model says what is wrong with it
 
 
 def _code_entries(settings: Any) -> Iterator[tuple[str, Any]]:
