@@ -20,16 +20,8 @@ from safemerge_pl.checkpoints.open import Checkpoint, CheckpointError, Source, m
 from safemerge_pl.checkpoints.snapshot import read_finite, take_snapshot
 from safemerge_pl.checkpoints.tensors import LazyTensors
 from safemerge_pl.checkpoints.values import require_dtype, require_finite
-from safemerge_pl.folding.bound import (
-    Gauge,
-    MaxResponse,
-    bound_settings,
-    choose_bound,
-    measure_response,
-    require_drift_bound,
-    require_one_process,
-    scale_vector,
-)
+from safemerge_pl.folding.bound import Gauge, MaxResponse
+from safemerge_pl.folding.deployment import Deployment
 from safemerge_pl.folding.division import Division
 from safemerge_pl.folding.engine import Folding
 from safemerge_pl.folding.fates import Taken, add_up
@@ -39,7 +31,6 @@ from safemerge_pl.folding.processes import Processes
 from safemerge_pl.folding.report import FoldReport, LayerReport, leading_of
 from safemerge_pl.folding.selection import plan_merge
 from safemerge_pl.folding.store import DiskTensors
-from safemerge_pl.maths.response import bounded_scale, limit_drift
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.methods.safe_merge import SafeMerge
 from safemerge_pl.methods.saved import (
@@ -139,19 +130,14 @@ class ContinualMerger:
         self.on_mismatch: Mismatch = on_mismatch
         self.method = SafeMerge() if method is None else method
         require_plain_settings(self.method)
-        self.max_response = choose_bound(self.method, max_response)
-        require_drift_bound(max_drift)
-        if max_drift is not None and gauge is None:
-            raise ValueError("`max_drift` needs a `gauge`, as the merger itself runs no model; see `DriftGauge`.")
-        self.max_drift, self.gauge = max_drift, gauge
         self.plan = plan_merge(take_snapshot(pretrained), self.method, layers)
+        self._deployment = Deployment(self.plan, self.method, max_response, max_drift, gauge)
         self.device = torch.device(device)
         self.processes = Processes(shared=False) if processes is None else processes  # a Trainer may set others
         # called now and then with the task, and the merged and the total number of its weights
         self.progress: Callable[[str, int, int], None] | None = None
         self.saved: Path | None = None  # the output that it was read from or written to last
         self._now = _Position()
-        self._own_energies: dict[str, float] = {}  # of the pretrained matrices, for the response
         self._caches: dict[tuple[str, ...], CachedTensors] = {}
         self._divided = Division(self.plan, self.method, self.device, self.processes)
         self._leading = LeadingDirections(self.plan.parameters, self.pretrained)
@@ -196,6 +182,16 @@ class ContinualMerger:
         return list(self._now.ledger)
 
     @property
+    def max_response(self) -> float | None:
+        """The bound on the response that holds; ``None`` for none."""
+        return self._deployment.max_response
+
+    @property
+    def max_drift(self) -> float | None:
+        """The bound on the drift that holds; ``None`` for none."""
+        return self._deployment.max_drift
+
+    @property
     def scale(self) -> float:
         """Share of the accumulated vector that is deployed: 1 unless ``max_response`` bounds it."""
         return self._now.reports[-1].scale if self._now.reports else 1.0
@@ -215,7 +211,7 @@ class ContinualMerger:
 
     def merged_parameters(self) -> Mapping[str, Tensor]:
         """Those parameters that the method merges, as deployed, float32; not copies: do not change them."""
-        return self._give(self._deploy(self._current, self.scale))
+        return self._give(self._deployment.scaled(self._current, self.scale))
 
     def parameters_at(self, max_response: float | None) -> Mapping[str, Tensor]:
         """The same with another bound, to see what that would deploy; nothing changes.
@@ -233,10 +229,9 @@ class ContinualMerger:
             >>> merger.parameters_at(0.25)["encoder.layers.0.mlp.fc1.weight"].tolist()
             [[1.25, 0.0], [0.0, 1.25]]
         """
-        bound = choose_bound(self.method, max_response)
         with exact_arithmetic(self.device):
-            response = 0.0 if bound is None else self._respond(self._current)
-        return self._give(self._deploy(self._current, bounded_scale(response, bound)))
+            deployed = self._deployment.at(max_response, self._current, self._division)
+        return self._give(deployed)
 
     def accumulated_parameters(self) -> Mapping[str, Tensor]:
         """The same with the whole accumulated vector, which the next fold adds to."""
@@ -267,8 +262,7 @@ class ContinualMerger:
         Raises:
             CheckpointError: if the incoming model does not fit; nothing has changed then.
         """
-        if self.max_drift is not None:
-            require_one_process(self.processes.count)
+        self._deployment.require_possible(self._division)
         start, before = time.perf_counter(), self._now
         state = copy.deepcopy(self.method.state_dict())
         try:
@@ -278,8 +272,10 @@ class ContinualMerger:
                 folding = self._folding(fitted, task)
                 staged = self.processes.agree(self._room)
                 folding.run(staged)
-                response, scale, drift = self._measure(staged)
-                merged = self._division.hash(self._deploy(staged.__getitem__, scale), self.processes.count > 1)
+                response, scale, drift = self._deployment.measure(staged, self._division)
+                merged = self._division.hash(
+                    self._deployment.scaled(staged.__getitem__, scale), self.processes.count > 1
+                )
                 rows = [folding.rows[layer.name] for layer in self.plan.units]
                 strange = likeness.notes(self._lengths, {row.layer: row.task_norm for row in rows})
                 shares, leading = add_up(self._taken(rows), left), leading_of(rows)
@@ -471,7 +467,7 @@ class ContinualMerger:
             "merged": self.fingerprint()  # of the masters
             if self.scale == 1.0
             else self._division.hash(self._current, self.processes.apart),
-            **bound_settings(self.max_response, self.max_drift),
+            **self._deployment.settings(),
             "method": describe_method(self.method),
             "reports": [asdict(report) for report in self.reports],
         }
@@ -487,15 +483,7 @@ class ContinualMerger:
         if state.get("reference") != self.reference:
             units = [unit.name for unit in self.plan.units]
             raise CheckpointError(explain_reference(state, units, self.pretrained.source, self.reference))
-        if state.get("max_response") != self.max_response:
-            raise CheckpointError(
-                f"the merge was made with `max_response` {state.get('max_response')}, not {self.max_response}; use the "
-                "same."
-            )
-        if state.get("max_drift") != self.max_drift:
-            raise CheckpointError(
-                f"the merge was made with `max_drift` {state.get('max_drift')}, not {self.max_drift}; use the same."
-            )
+        self._deployment.require_same(state)
         checkpoint = open_checkpoint(weights)
         names = match_names(self.plan.parameters, checkpoint, self.pretrained)
         own = [name for name in names if self._division.is_own(name)]
@@ -534,43 +522,6 @@ class ContinualMerger:
         if merged is None and self._now.reports and not self._division.is_own(name):
             raise RuntimeError(f"`{name}` is merged by another process; save the merge and read it from there.")
         return self.pretrained[name].float() if merged is None else merged
-
-    def _deploy(self, read: Callable[[str], Tensor], scale: float) -> Callable[[str], Tensor]:
-        """Parameters with a part of the accumulated vector, from those with all of it."""
-        if scale == 1.0:
-            return read
-        return lambda name: scale_vector(self.pretrained[name], read(name), scale)
-
-    def _measure(self, staged: Mapping[str, Tensor]) -> tuple[float | None, float, float | None]:
-        """Response of what is staged, the scale that keeps the bounds, and its drift; nothing where none is."""
-        if self.max_response is None and self.max_drift is None:
-            return None, 1.0, None
-        response = self._respond(staged.__getitem__)
-        scale = bounded_scale(response, self.max_response)
-        gauge = self.gauge
-        if self.max_drift is None or gauge is None:
-            return response, scale, None
-
-        def drift_at(scale: float) -> float:
-            return gauge(LazyTensors(self.plan.parameters, self._deploy(staged.__getitem__, scale)))
-
-        try:
-            return response, *limit_drift(drift_at, self.max_drift, scale)
-        except ArithmeticError as error:
-            raise CheckpointError(f"the merge cannot be bounded: {error}.") from error
-
-    def _respond(self, read: Callable[[str], Tensor]) -> float:
-        """Response of what is read, with the whole accumulated vector in it."""
-        return measure_response(
-            self.plan.matrices,
-            self.plan.biases,
-            self.pretrained.__getitem__,
-            read,
-            device=self.device,
-            processes=self.processes,
-            owners=self._division.owners,
-            own=self._own_energies,
-        )
 
     def _measure_left(self, incoming: Fitted) -> dict[str, float]:
         """What of the incoming model is not merged at all."""
