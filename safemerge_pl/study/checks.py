@@ -20,8 +20,11 @@ def check_study(
     figures: Sequence[StudyFigure],
     sets: Sequence[str],
     assert_scores: float | None,
-) -> None:
+) -> list[str]:
     """See that figures, sets, rows and published scores name what the study has.
+
+    Returns:
+        What else is to be said of them.
 
     Raises:
         MisconfigurationException: for the first that does not.
@@ -35,11 +38,14 @@ def check_study(
     for data in streams.values():
         require_published(data, "pretrained", {}, assert_scores)
     for row in rows:
-        stray = next((name for name in row.at if name not in streams), None)
+        stray = next((name for name in row.at if name not in streams and not name.isdecimal()), None)
         if stray is not None:
             raise MisconfigurationException(
                 f"row '{row.label}', `at`: the study has no stream '{stray}'; {did_you_mean(stray, streams)}"
             )
+    # a row may say what holds for streams of other lengths, such as 14 and 20, whether or not the study has them
+    unused = dict.fromkeys(name for row in rows for name in row.at if name not in streams)
+    return [f"no stream {' or '.join(unused)} here: what rows have `at` it is not used"] if unused else []
 
 
 def _check_figure(figure: StudyFigure, rows: Sequence[StudyRow], sets: set[str]) -> None:

@@ -114,8 +114,8 @@ class Study:
     def run(self) -> None:
         """Measure what is not known yet, then write ``table.md``, ``table.tex``, ``study.json`` and the figures."""
         cells = self.cells()
-        check_study(self.rows, self.streams, self.figures, self.sets, self.assert_scores)
-        self.sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
+        for note in self.check():
+            say(f"note: {note}")
         paths = [self._path(cell) for cell in cells]
         self._measure(self._missing_references(), cells, paths)
         self.results = [
@@ -123,6 +123,19 @@ class Study:
             for cell, path in zip(cells, paths, strict=True)
         ]
         write_study(self.collect(), self.folder)
+
+    def check(self) -> list[str]:
+        """See that rows, figures and sets name what the study has, and find the experts; nothing is measured.
+
+        Returns:
+            Notes.
+
+        Raises:
+            MisconfigurationException: for the first name that the study does not have, or if a task has no expert.
+        """
+        notes = check_study(self.rows, self.streams, self.figures, self.sets, self.assert_scores)
+        self.sources = {name: find_experts(self.experts, list(data.stream)) for name, data in self.streams.items()}
+        return notes
 
     def collect(self) -> StudyResults:
         """What was measured, as plain values for tables and figures."""

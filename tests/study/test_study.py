@@ -108,6 +108,13 @@ def test_rows_merge_the_layers_that_they_name(tmp_path: Path) -> None:
     assert not (tmp_path / "more").exists()
 
 
+def test_rows_may_say_what_holds_for_streams_of_other_lengths(tmp_path: Path) -> None:
+    rows = [StudyRow("sum", TaskArithmetic(), at={"14": {"scaling": 0.1}, "20": {"scaling": 0.2}})]
+    assert study(tmp_path, rows).check() == ["no stream 14 or 20 here: what rows have `at` it is not used"]
+    rows = [StudyRow("sum", TaskArithmetic(), at={"three": {"scaling": 0.1}})]
+    assert study(tmp_path, rows).check() == []
+
+
 def test_a_method_that_does_not_fit_the_model_is_refused_before_the_first_cell(tmp_path: Path) -> None:
     rows = [StudyRow("sum", TaskArithmetic()), StudyRow("share", SafeShare(), vary={"shared_rank": [32, 129]})]
     with pytest.raises(MisconfigurationException, match="row 'share': `shared_rank` is 129"):
