@@ -1,5 +1,6 @@
 """Executors for studies: processes of this machine, and a Dask cluster. Any other of ``concurrent.futures`` will do."""
 
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -43,13 +44,30 @@ class LocalProcesses(Executor):
         self.processes, self.retries = processes, retries
         self.threads = threads or max(1, torch.get_num_threads() // processes)
         self._pools: dict[int, ProcessPoolExecutor] = {}
+        self._killed = False
         self._place = threading.local()
         self._keepers = ThreadPoolExecutor(processes, "safemerge-study")
         self._numbers = iter(range(processes))
 
     def submit(self, fn: Callable[..., _Out], /, *args: Any, **kwargs: Any) -> "Future[_Out]":
         """See :class:`concurrent.futures.Executor`."""
+        self._killed = False
         return self._keepers.submit(self._call, fn, args, kwargs)
+
+    def kill(self) -> None:
+        """End all processes with the calls that they are at; others are started for what is submitted later.
+
+        Example:
+            >>> import time
+            >>> with LocalProcesses(1) as executor:
+            ...     endless = executor.submit(time.sleep, 10_000)
+            ...     executor.kill()
+            ...     type(endless.exception()).__name__, executor.submit(pow, 2, 3).result()
+            ('BrokenExecutor', 8)
+        """
+        self._killed = True
+        for pool in list(self._pools.values()):
+            _terminate(pool)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """See :class:`concurrent.futures.Executor`."""
@@ -65,11 +83,17 @@ class LocalProcesses(Executor):
         for attempt in range(self.retries + 1):
             if number not in self._pools:
                 settings = (self.threads, number)
-                self._pools[number] = ProcessPoolExecutor(1, get_context("spawn"), _take_place, settings)
+                self._pools[number] = ProcessPoolExecutor(1, get_context("spawn"), _take_local_place, settings)
+            pool = self._pools[number]
             try:
-                return self._pools[number].submit(fn, *args, **kwargs).result()
+                result = pool.submit(fn, *args, **kwargs)
+                if self._killed:  # while the process was started
+                    _terminate(pool)
+                return result.result()
             except BrokenExecutor as error:
                 self._pools.pop(number).shutdown(wait=False)
+                if self._killed:
+                    raise BrokenExecutor("the processes were ended") from error
                 if attempt == self.retries:
                     raise BrokenExecutor(f"{attempt + 1} processes in a row were killed at one call") from error
                 say("a process of the study was killed; what it was at is measured again", error=True)
@@ -190,6 +214,18 @@ def _take_place(threads: int | None, number: int) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     _number = number
+
+
+def _take_local_place(threads: int, number: int) -> None:
+    """The same for a process of this machine, whose end is up to the one that started it, also at Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _take_place(threads, number)
+
+
+def _terminate(pool: ProcessPoolExecutor) -> None:
+    """End the processes of a pool, which has no public way to do so before Python 3.14."""
+    for process in list((pool._processes or {}).values()):
+        process.terminate()
 
 
 def own_gpu() -> str:

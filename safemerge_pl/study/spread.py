@@ -8,7 +8,9 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from safemerge_pl.runtime.console import say
+from safemerge_pl.runtime.names import count_of
 from safemerge_pl.study.bench import Job, measure_elsewhere
+from safemerge_pl.study.executors import LocalProcesses
 
 __all__ = ["spread"]
 
@@ -23,7 +25,8 @@ def spread(
         pickled: a :class:`~safemerge_pl.study.bench.Bench` that is not loaded yet.
         jobs: in the order in which they are handed out.
         keep: called here with each job and its result, in the order in which they are done. After an error too, for
-            jobs that had begun; those that had not are cancelled.
+            jobs that had begun; those that had not are cancelled. At Ctrl-C and SIGTERM this machine's processes are
+            ended with what they are at, other workers are waited for.
 
     Raises:
         MisconfigurationException: if the executor lost its workers, or a worker gives what is no result.
@@ -36,10 +39,15 @@ def spread(
         for done in as_completed(waiting):
             keep(waiting[done], _result(done))
             del waiting[done]
-    except BaseException:
+    except BaseException as error:
         for future in waiting:
             future.cancel()
-        for done in as_completed([future for future in waiting if not future.done()]):
+        begun = [future for future in waiting if not future.done()]
+        if isinstance(error, KeyboardInterrupt) and isinstance(executor, LocalProcesses):
+            executor.kill()
+        elif isinstance(error, KeyboardInterrupt) and begun:
+            say(f"stopping once {count_of(len(begun), 'begun cell')} is known; stop again to leave them", error=True)
+        for done in as_completed(begun):
             if not done.cancelled() and done.exception() is None:
                 keep(waiting[done], _result(done))
         raise

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from safemerge_pl.methods import SafeMerge, TaskArithmetic
 from safemerge_pl.runtime.configs import config_folder
 from safemerge_pl.study import DaskExecutor, LocalProcesses, Study, StudyRow
 from safemerge_pl.study.executors import _call_on_worker, _take_place, own_gpu
+from safemerge_pl.study.spread import spread
 
 
 def study(folder: Path, killed: Path | None = None, **settings: Any) -> Study:
@@ -127,6 +129,33 @@ def test_a_call_that_kills_every_process_is_given_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("safemerge_pl.study.executors.ProcessPoolExecutor", lambda *_: Answers(BrokenExecutor("again")))
     with LocalProcesses(1) as executor, pytest.raises(BrokenExecutor, match="3 processes in a row were killed"):
         executor.submit(pow, 2, 3).result()
+
+
+def hang(bench: bytes, job: str) -> str:
+    """In the place of a measurement: one that is done, and others that never end."""
+    if job != "done":
+        Path(job).touch()
+        time.sleep(10_000)
+    return json.dumps({"result": {}, "lines": []})
+
+
+def test_an_interrupt_ends_the_processes_with_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stops a study does not wait for cells that may take hours; what is known is kept."""
+    monkeypatch.setattr("safemerge_pl.study.spread.measure_elsewhere", hang)
+    began, known = tmp_path / "began", []
+
+    def keep(job: Any, result: dict[str, Any]) -> None:
+        known.append(job)
+        while not began.exists():
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    jobs: Any = [str(began), "done", str(tmp_path / "never")]
+    with LocalProcesses(2) as executor:
+        with pytest.raises(KeyboardInterrupt):
+            spread(executor, b"", jobs, keep)
+        assert known == ["done"]
+        assert executor.submit(pow, 2, 3).result() == 8  # with new processes
 
 
 @pytest.mark.parametrize(
