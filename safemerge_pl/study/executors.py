@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +46,7 @@ class LocalProcesses(Executor):
         self._pools: dict[int, ProcessPoolExecutor] = {}
         self._killed = False
         self._place = threading.local()
-        self._keepers = ThreadPoolExecutor(processes, "safemerge-study")
+        self._keepers = ThreadPoolExecutor(processes, "safemerge-study", _hold_off_ctrl_c)
         self._numbers = iter(range(processes))
 
     def submit(self, fn: Callable[..., _Out], /, *args: Any, **kwargs: Any) -> "Future[_Out]":
@@ -214,6 +214,13 @@ def _take_place(threads: int | None, number: int) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     _number = number
+
+
+def _hold_off_ctrl_c() -> None:
+    """Keep Ctrl-C from the processes that this thread starts, which inherit what it blocks, while they start too."""
+    if hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # its start would unblock the signal again
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def _take_local_place(threads: int, number: int) -> None:

@@ -1,6 +1,7 @@
 """Executors of studies: processes, threads and a Dask cluster measure what one process does, even if one is killed."""
 
 import json
+import signal
 import threading
 import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
@@ -156,6 +157,13 @@ def test_an_interrupt_ends_the_processes_with_what_they_are_at(tmp_path: Path, m
             spread(executor, b"", jobs, keep)
         assert known == ["done"]
         assert executor.submit(pow, 2, 3).result() == 8  # with new processes
+
+
+def test_ctrl_c_is_left_to_whoever_started_the_processes() -> None:
+    """A terminal gives it to all of them; one that imports libraries just then would end in a traceback."""
+    with LocalProcesses(1) as executor:
+        assert signal.SIGINT in executor.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 @pytest.mark.parametrize(
