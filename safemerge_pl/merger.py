@@ -21,7 +21,7 @@ from safemerge_pl.checkpoints.snapshot import read_finite, take_snapshot
 from safemerge_pl.checkpoints.tensors import LazyTensors
 from safemerge_pl.checkpoints.values import require_dtype, require_finite
 from safemerge_pl.folding.bound import Gauge, MaxResponse
-from safemerge_pl.folding.deployment import Deployment
+from safemerge_pl.folding.deployment import Deployment, deploy
 from safemerge_pl.folding.division import Division
 from safemerge_pl.folding.engine import Folding
 from safemerge_pl.folding.fates import Taken, add_up
@@ -130,8 +130,8 @@ class ContinualMerger:
         self.on_mismatch: Mismatch = on_mismatch
         self.method = SafeMerge() if method is None else method
         require_plain_settings(self.method)
+        self._deployment = Deployment(self.method, max_response, max_drift, gauge)
         self.plan = plan_merge(take_snapshot(pretrained), self.method, layers)
-        self._deployment = Deployment(self.plan, self.method, max_response, max_drift, gauge)
         self.device = torch.device(device)
         self.processes = Processes(shared=False) if processes is None else processes  # a Trainer may set others
         # called now and then with the task, and the merged and the total number of its weights
@@ -211,7 +211,7 @@ class ContinualMerger:
 
     def merged_parameters(self) -> Mapping[str, Tensor]:
         """Those parameters that the method merges, as deployed, float32; not copies: do not change them."""
-        return self._give(self._deployment.scaled(self._current, self.scale))
+        return self._give(deploy(self.pretrained, self._current, self.scale))
 
     def parameters_at(self, max_response: float | None) -> Mapping[str, Tensor]:
         """The same with another bound, to see what that would deploy; nothing changes.
@@ -274,7 +274,7 @@ class ContinualMerger:
                 folding.run(staged)
                 response, scale, drift = self._deployment.measure(staged, self._division)
                 merged = self._division.hash(
-                    self._deployment.scaled(staged.__getitem__, scale), self.processes.count > 1
+                    deploy(self.pretrained, staged.__getitem__, scale), self.processes.count > 1
                 )
                 rows = [folding.rows[layer.name] for layer in self.plan.units]
                 strange = likeness.notes(self._lengths, {row.layer: row.task_norm for row in rows})

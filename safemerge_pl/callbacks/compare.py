@@ -1,5 +1,6 @@
 """Other methods on the same models in the same order, scored once at the end: is it better than what I use today?"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,6 +53,10 @@ class ComparedMethod:
         bound = choose_bound(self.method, self.max_response)
         self.label = self.label or name_with_bound(self.method, bound, self.max_drift)
 
+    def layers_beside(self, merge: MergeCallback) -> str | Sequence[str] | None:
+        """What it merges beside the method of a stream."""
+        return merge.layers if self.layers is None else self.layers
+
 
 class MethodComparison(L.Callback):
     """Fold the stream's models by other methods too, in the same order, and score where each ends.
@@ -89,7 +94,7 @@ class MethodComparison(L.Callback):
         assert merge.merger is not None
         for entry in self.methods:
             try:
-                plan_merge(merge.merger.pretrained, entry.method, entry.layers or merge.layers)
+                plan_merge(merge.merger.pretrained, entry.method, entry.layers_beside(merge))
                 if entry.max_drift is not None:
                     require_gauge(pl_module.backbone, trainer.world_size)
             except ValueError as error:
@@ -123,7 +128,7 @@ class MethodComparison(L.Callback):
             merger = ContinualMerger(
                 merge.merger.pretrained,
                 entry.method,
-                layers=entry.layers or merge.layers,
+                layers=entry.layers_beside(merge),
                 device=merge.merger.device,
                 on_mismatch=merge.on_mismatch,
                 **bounds,

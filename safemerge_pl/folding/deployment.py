@@ -18,23 +18,47 @@ from safemerge_pl.folding.bound import (
     require_one_process,
 )
 from safemerge_pl.folding.division import Division
-from safemerge_pl.folding.selection import MergePlan
 from safemerge_pl.folding.stacks import MAX_CORE_ENTRIES
 from safemerge_pl.maths.response import bounded_scale, limit_drift, read_energy
 from safemerge_pl.methods.base import MergeMethod
 from safemerge_pl.runtime.cores import map_on_cores
 
-__all__ = ["Deployment"]
+__all__ = ["Deployment", "deploy"]
 
 _Read = Callable[[str], Tensor]
+
+
+def deploy(pretrained: Mapping[str, Tensor], read: _Read, scale: float) -> _Read:
+    """Give parameters with a part of the accumulated vector, from those with all of it.
+
+    Args:
+        pretrained: the pretrained parameters, by name.
+        read: gives a parameter with the whole vector, float32.
+        scale: the part, in [0, 1].
+
+    Returns:
+        What gives a parameter with that part, float32; ``read`` itself where all of it is taken.
+
+    Example:
+        >>> import torch
+        >>> deploy({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}.__getitem__, 0.5)("w").tolist()
+        [2.0]
+    """
+    if scale == 1.0:
+        return read
+
+    def read_part(name: str) -> Tensor:
+        base = pretrained[name].float()
+        return base + scale * (read(name) - base)
+
+    return read_part
 
 
 class Deployment:
     r"""Deploys as much of the accumulated vector as the bounds of a merge allow, :math:`\theta_0 + s a`.
 
     Args:
-        plan: what is merged.
-        method: how; it may have a bound of its own.
+        method: how is merged; it may have a bound of its own.
         max_response: bound on the response, ``"auto"`` for the method's own.
         max_drift: bound on the drift.
         gauge: measures the drift with given parameters.
@@ -44,19 +68,13 @@ class Deployment:
     """
 
     def __init__(
-        self,
-        plan: MergePlan,
-        method: MergeMethod,
-        max_response: MaxResponse,
-        max_drift: float | None,
-        gauge: Gauge | None,
+        self, method: MergeMethod, max_response: MaxResponse, max_drift: float | None, gauge: Gauge | None
     ) -> None:
         self.max_response = choose_bound(method, max_response)
         require_drift_bound(max_drift)
         if max_drift is not None and gauge is None:
             raise ValueError("`max_drift` needs a `gauge`, as the merger itself runs no model; see `DriftGauge`.")
-        self.max_drift = max_drift
-        self._plan, self._method, self._gauge = plan, method, gauge
+        self.max_drift, self._gauge = max_drift, gauge
         self._own_energies: dict[str, float] = {}  # of the pretrained matrices, by layer
 
     def settings(self) -> dict[str, float]:
@@ -85,17 +103,6 @@ class Deployment:
             if state.get(name) != bound:
                 raise CheckpointError(f"the merge was made with `{name}` {state.get(name)}, not {bound}; use the same.")
 
-    def scaled(self, read: _Read, scale: float) -> _Read:
-        """Parameters with a part of the accumulated vector, from those with all of it, float32."""
-        if scale == 1.0:
-            return read
-
-        def read_part(name: str) -> Tensor:
-            base = self._plan.pretrained[name].float()
-            return base + scale * (read(name) - base)
-
-        return read_part
-
     def at(self, max_response: float | None, read: _Read, division: Division) -> _Read:
         """Parameters as another bound on the response would deploy them, whatever they drift.
 
@@ -107,8 +114,9 @@ class Deployment:
         Raises:
             ValueError: if the bound is none.
         """
-        bound = choose_bound(self._method, max_response)
-        return self.scaled(read, 1.0 if bound is None else bounded_scale(self.respond(read, division), bound))
+        bound = choose_bound(division.method, max_response)
+        scale = 1.0 if bound is None else bounded_scale(self.respond(read, division), bound)
+        return deploy(division.plan.pretrained, read, scale)
 
     def measure(self, merged: Mapping[str, Tensor], division: Division) -> tuple[float | None, float, float | None]:
         """Find the scale that keeps the bounds.
@@ -131,7 +139,8 @@ class Deployment:
             return response, scale, None
 
         def drift_at(scale: float) -> float:
-            return gauge(LazyTensors(self._plan.parameters, self.scaled(merged.__getitem__, scale)))
+            part = deploy(division.plan.pretrained, merged.__getitem__, scale)
+            return gauge(LazyTensors(division.plan.parameters, part))
 
         try:
             return response, *limit_drift(drift_at, self.max_drift, scale)
@@ -158,10 +167,10 @@ class Deployment:
         Raises:
             PeerError: if it fails on another process.
         """
-        pretrained, device, own = self._plan.pretrained, division.device, self._own_energies
+        plan, device, own = division.plan, division.device, self._own_energies
 
         def measure(layer: MergeLayer) -> tuple[float, float]:
-            base = layer.view(pretrained[layer.parameter]).to(device).float()[None]
+            base = layer.view(plan.pretrained[layer.parameter]).to(device).float()[None]
             update = layer.view(read(layer.parameter)).to(device)[None] - base
             if layer.name not in own:
                 own[layer.name] = read_energy(base, base).item()
@@ -170,12 +179,12 @@ class Deployment:
         def measure_own() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
             mine, added = (
                 [layer for layer in layers if division.owners[layer.parameter] == division.processes.rank]
-                for layers in (self._plan.matrices, self._plan.biases)
+                for layers in (plan.matrices, plan.biases)
             )
             small = [layer for layer in mine if layer.entries <= MAX_CORE_ENTRIES and device.type == "cpu"]
             found = dict(zip((layer.name for layer in small), map_on_cores(measure, small), strict=True))
             found |= {layer.name: measure(layer) for layer in mine if layer.name not in found}
-            return list(found.values()), [_measure_bias(pretrained[e.parameter], read(e.parameter)) for e in added]
+            return list(found.values()), [_measure_bias(plan.pretrained[e.parameter], read(e.parameter)) for e in added]
 
         shares = zip(*division.processes.share(measure_own), strict=True)
         return max(_ratio([pair for share in kind for pair in share]) for kind in shares)

@@ -86,6 +86,6 @@ class Cell:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the method, and bounds and layers where there are any; files of results without keep names."""
+        """Settings of the method, and bounds and layers where given; files of results without them keep their names."""
         layers = {} if self.layers is None else {"layers": list(self.layers)}
         return {**self.method.settings(), **bound_settings(self.max_response, self.max_drift), **layers}

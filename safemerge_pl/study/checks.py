@@ -24,7 +24,7 @@ def check_study(
     """See that figures, sets, rows and published scores name what the study has.
 
     Returns:
-        What else is to be said of them.
+        Notes for the user.
 
     Raises:
         MisconfigurationException: for the first that does not.
@@ -45,7 +45,11 @@ def check_study(
             )
     # a row may say what holds for streams of other lengths, such as 14 and 20, whether or not the study has them
     unused = dict.fromkeys(name for row in rows for name in row.at if name not in streams)
-    return [f"no stream {' or '.join(unused)} here: what rows have `at` it is not used"] if unused else []
+    return (
+        [f"the study has no stream {' or '.join(unused)}; what rows set for it under `at` is not used"]
+        if unused
+        else []
+    )
 
 
 def _check_figure(figure: StudyFigure, rows: Sequence[StudyRow], sets: set[str]) -> None:

@@ -83,7 +83,7 @@ class LocalProcesses(Executor):
         for attempt in range(self.retries + 1):
             if number not in self._pools:
                 settings = (self.threads, number)
-                self._pools[number] = ProcessPoolExecutor(1, get_context("spawn"), _take_local_place, settings)
+                self._pools[number] = ProcessPoolExecutor(1, get_context("spawn"), _take_place, settings)
             pool = self._pools[number]
             try:
                 result = pool.submit(fn, *args, **kwargs)
@@ -217,16 +217,10 @@ def _take_place(threads: int | None, number: int) -> None:
 
 
 def _hold_off_ctrl_c() -> None:
-    """Keep Ctrl-C from the processes that this thread starts, which inherit what it blocks, while they start too."""
+    """Keep Ctrl-C from the processes that this thread starts: they inherit what it blocks, and are ended by `kill`."""
     if hasattr(signal, "pthread_sigmask"):
         resource_tracker.ensure_running()  # its start would unblock the signal again
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-
-
-def _take_local_place(threads: int, number: int) -> None:
-    """The same for a process of this machine, whose end is up to the one that started it, also at Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _take_place(threads, number)
 
 
 def _terminate(pool: ProcessPoolExecutor) -> None:

@@ -46,7 +46,7 @@ def spread(
         if isinstance(error, KeyboardInterrupt) and isinstance(executor, LocalProcesses):
             executor.kill()
         elif isinstance(error, KeyboardInterrupt) and begun:
-            say(f"stopping once {count_of(len(begun), 'begun cell')} is known; stop again to leave them", error=True)
+            say(f"stopping; waiting for what {count_of(len(begun), 'worker')} had begun", error=True)
         for done in as_completed(begun):
             if not done.cancelled() and done.exception() is None:
                 keep(waiting[done], _result(done))

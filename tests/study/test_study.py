@@ -110,7 +110,9 @@ def test_rows_merge_the_layers_that_they_name(tmp_path: Path) -> None:
 
 def test_rows_may_say_what_holds_for_streams_of_other_lengths(tmp_path: Path) -> None:
     rows = [StudyRow("sum", TaskArithmetic(), at={"14": {"scaling": 0.1}, "20": {"scaling": 0.2}})]
-    assert study(tmp_path, rows).check() == ["no stream 14 or 20 here: what rows have `at` it is not used"]
+    assert study(tmp_path, rows).check() == [
+        "the study has no stream 14 or 20; what rows set for it under `at` is not used"
+    ]
     rows = [StudyRow("sum", TaskArithmetic(), at={"three": {"scaling": 0.1}})]
     assert study(tmp_path, rows).check() == []
 
